@@ -17,6 +17,7 @@ __all__ = [
     "annotations_of",
     "check_nesting",
     "effective_annotations",
+    "inherited_annotations",
     "merge",
 ]
 
@@ -58,7 +59,8 @@ class Annotation:
     @property
     def call(self) -> str:
         """The scope as the user wrote it, such as `wh.split(size=8)`."""
-        return f"wh.{self.kind}({', '.join(f'{name}={value!r}' for name, value in self.options)})"
+        texts = (f"{name}={dict(value) if isinstance(value, tuple) else value!r}" for name, value in self.options)
+        return f"wh.{self.kind}({', '.join(texts)})"
 
     def __str__(self) -> str:
         return f"{self.call} at {self.site}"
@@ -92,9 +94,9 @@ def annotate_module(
 
 
 def check_nesting(
-    annotations: Iterable[Annotation], module_name: str, *, complete: bool = False, max_splits: int = 1
+    annotations: Iterable[Annotation], module_name: str | None, *, complete: bool = False, max_splits: int = 1
 ) -> None:
-    """Checks the order of annotations, outer to inner.
+    """Checks the order of annotations, outer to inner, of a module ("" is the model's root, None: of no module yet).
 
     Legal: auto_parallel outermost; replica > pipeline > stage > (split or replica); replica > split; memory scopes
     anywhere. `max_splits` is how many splits may be nested directly (2 inside an expert of a split MoE layer).
@@ -118,7 +120,7 @@ def check_nesting(
             raise _illegal(repeated or outer, inner, module_name)
         if complete and inner.kind == "stage" and kind != "pipeline":
             raise AnnotationError(
-                f"{_named(module_name)}: {inner} is not inside wh.pipeline()"
+                f"{_named(module_name)}{inner} is not inside wh.pipeline()"
                 + (f", but directly inside {outer}." if outer else "."),
                 where=inner.site,
                 fix="wrap the stages in `with wh.pipeline(num_micro_batches=...):`.",
@@ -126,33 +128,42 @@ def check_nesting(
         outside.append(inner)
 
 
-def effective_annotations(
-    model: nn.Module,
-    *,
-    complete: bool = False,
-    own: Mapping[nn.Module, tuple[Annotation, ...]] | None = None,
-) -> dict[str, tuple[Annotation, ...]]:
+def effective_annotations(model: nn.Module, *, complete: bool = False) -> dict[str, tuple[Annotation, ...]]:
     """Returns for every module name, in `named_modules` order, the annotations that act on it, outer to inner.
 
-    A child has its parent's annotations, then those of its own that are not among them. A module object reachable
-    under several names has one entry, under its first name, and the annotations of that path.
-    `own` replaces the annotations written on some modules: for a check before they are written.
+    Names, and modules reachable under several of them, are as in `inherited_annotations`.
 
     Raises: AnnotationError where an order is illegal; with `complete`, also for a stage outside any pipeline.
     """
-    result: dict[str, tuple[Annotation, ...]] = {}
-    for name, module in model.named_modules():
-        written = annotations_of(module) if own is None or module not in own else own[module]
-        around = result[name.rpartition(".")[0]] if name else ()
-        result[name] = merge(around, (), written)
-        # Where nothing was added the parent's check holds.
-        if result[name] != around or not name:
-            check_nesting(result[name], name, complete=complete)
+    result = inherited_annotations(model)
+    for name, annotations in result.items():
+        # Where a module adds nothing its parent's check holds.
+        if not name or annotations != result[name.rpartition(".")[0]]:
+            check_nesting(annotations, name, complete=complete)
     return result
 
 
-def _named(module_name: str) -> str:
-    return f"module '{module_name}'" if module_name else "the model"
+def inherited_annotations(
+    model: nn.Module, own: Mapping[nn.Module, tuple[Annotation, ...]] | None = None
+) -> dict[str, tuple[Annotation, ...]]:
+    """Returns what `effective_annotations` returns, unchecked.
+
+    A child has its parent's annotations, then those of its own that are not among them. A module object reachable
+    under several names has one entry, under its first name, and the annotations of that path.
+    `own` replaces what is written on some modules: to look at annotations before they are written.
+    """
+    replaced = own or {}
+    result: dict[str, tuple[Annotation, ...]] = {}
+    for name, module in model.named_modules():
+        around = result[name.rpartition(".")[0]] if name else ()
+        result[name] = merge(around, (), replaced.get(module, annotations_of(module)))
+    return result
+
+
+def _named(module_name: str | None) -> str:
+    if module_name is None:
+        return ""
+    return f"module '{module_name}': " if module_name else "the model: "
 
 
 _OUTERMOST = "make wh.auto_parallel() the outermost scope: what is inside it is kept as a constraint."
@@ -170,9 +181,9 @@ _FIXES = {
 }
 
 
-def _illegal(outer: Annotation | None, inner: Annotation, module_name: str) -> AnnotationError:
+def _illegal(outer: Annotation | None, inner: Annotation, module_name: str | None) -> AnnotationError:
     assert outer is not None, "every kind may stand outermost"
     fix = _OUTERMOST if inner.kind == "auto_parallel" else _FIXES[outer.kind, inner.kind]
     return AnnotationError(
-        f"{_named(module_name)}: {inner} cannot be inside {outer}.", where=f"{inner.site}, inside {outer.site}", fix=fix
+        f"{_named(module_name)}{inner} cannot be inside {outer}.", where=f"{inner.site}, inside {outer.site}", fix=fix
     )
