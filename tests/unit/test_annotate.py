@@ -132,7 +132,7 @@ def test_bad_arguments():
     assert "inside has 3, which is no scope" in raises(Bert(), {"cls": wh.split()}, inside=3).what
     assert "no pattern was given" in raises(Bert(), {}, inside=wh.pipeline()).what
     assert "pattern 3 is no regular expression" in raises(Bert(), {3: wh.split()}).what
-    with pytest.raises(AnnotationError, match="first argument is dict, not an nn.Module"):
+    with pytest.raises(AnnotationError, match=r"first argument is dict, not an nn\.Module"):
         wh.annotate({"cls": wh.split()}, None)
 
 

@@ -150,7 +150,9 @@ def test_a_second_pipeline_or_stage_is_illegal_at_any_distance(order, pair):
 
 def test_max_splits():
     check_nesting(chain("split", "split"), "x", max_splits=2)
-    with pytest.raises(AnnotationError, match=r"wh.split\(\) at train.py:2 cannot be inside wh.split\(\) at train.py:1"):
+    with pytest.raises(
+        AnnotationError, match=r"wh.split\(\) at train.py:2 cannot be inside wh.split\(\) at train.py:1"
+    ):
         check_nesting(chain("split", "split", "split"), "x", max_splits=2)
 
 
