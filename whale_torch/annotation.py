@@ -136,10 +136,10 @@ def effective_annotations(model: nn.Module, *, complete: bool = False) -> dict[s
     Raises: AnnotationError where an order is illegal; with `complete`, also for a stage outside any pipeline.
     """
     result = inherited_annotations(model)
-    for name, annotations in result.items():
+    for name, found in result.items():
         # Where a module adds nothing its parent's check holds.
-        if not name or annotations != result[name.rpartition(".")[0]]:
-            check_nesting(annotations, name, complete=complete)
+        if not name or found != result[name.rpartition(".")[0]]:
+            check_nesting(found, name, complete=complete)
     return result
 
 
