@@ -11,7 +11,9 @@ import torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("whale_torch")
-    group.addoption("--matrix", choices=["subset", "all"], default="subset", help="how much of tests marked `matrix` runs")
+    group.addoption(
+        "--matrix", choices=["subset", "all"], default="subset", help="how much of tests marked `matrix` runs"
+    )
     group.addoption("--matrix-seed", type=int, default=0, help="which subset of a matrix runs")
 
 
@@ -35,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _outside_the_subset(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Of each test marked `matrix(keep=k)` all cases but k; the choice depends on the seed and the test's own cases only."""
+    """Of each test marked `matrix(keep=k)` all cases but k, chosen by the seed and the test's name alone."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("matrix"):
