@@ -33,7 +33,7 @@ import torch.distributed as dist
 __all__ = ["Outcome", "RankFailed", "WorldTimeout", "outcomes", "world"]
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-# Imported once, in the server; the second line is what torch imports late, at the first mesh or optimizer: 1-2 s a rank.
+# Imported once, in the server; the second line is what torch imports late, at the first optimizer say: 1-2 s a rank.
 _PRELOADED = ["torch", "torch.distributed", "numpy", "pytest"]
 _PRELOADED += ["torch.distributed.device_mesh", "torch.distributed.tensor", "torch._dynamo"]
 _FORKSERVER.set_forkserver_preload(_PRELOADED)
@@ -54,7 +54,7 @@ class WorldTimeout(TimeoutError):
 class Outcome:
     """How one rank ended.
 
-    value: what the function returned. error: what it raised; RankFailed where that cannot be pickled or the process died.
+    value: what the function returned. error: what it raised; RankFailed if it cannot be pickled or the process died.
     traceback: of the error. exit_code: of the process, negative for a signal; None if it hung.
     seconds: from the world's start. returned: whether the function came to its end, by a result or an error.
     stack: of a rank that hung. output: what the rank printed.
@@ -184,7 +184,7 @@ def _torchrun_environment(rank: int, n: int, local: int, port: int) -> dict[str,
         "GROUP_WORLD_SIZE": n // local,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-        # As under torchrun, ranks connect to the launcher's store and rank 0 opens none: no port is picked and raced for.
+        # As under torchrun, ranks connect to the launcher's store and rank 0 opens none: no race for a port.
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "OMP_NUM_THREADS": 1,
