@@ -26,13 +26,16 @@ def _all_reduce(rank: int, numel: int) -> dict[str, object]:
     dist.init_process_group("gloo")
     dist.barrier()
     before = sent_bytes()
+    dist.barrier()  # nobody sends before all have read
     total = torch.full((numel,), float(rank))
     dist.all_reduce(total)
+    dist.barrier()
+    sent = sent_bytes() - before
     dist.barrier()
     return {
         "environment": [os.environ[name] for name in names],
         "total": total.mean().item(),
-        "sent": sent_bytes() - before,
+        "sent": sent,
         "namespace": os.stat("/proc/self/ns/net").st_ino,
         "threads": torch.get_num_threads(),
     }
