@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from whale_torch.comm.collectives import gather_equal
-from whale_torch.errors import CommError
+from whale_torch.errors import CommError, LayoutError
 from whale_torch.mesh import Group
 
 if TYPE_CHECKING:
@@ -65,6 +65,18 @@ class Region:
             self._disagree(tags)
         counts = [header & ((1 << _COUNT_BITS) - 1) for header in headers]
         return tuple(counts[p] for p in self.row_positions)
+
+    def check_equal(self, value: tuple[int, ...], what: str, fix: str) -> None:
+        """Compares a small tuple over the region's ranks. Raises LayoutError naming both values, on every rank."""
+        code = torch.tensor([zlib.crc32(repr(value).encode()), *value[:4], *([-1] * (4 - len(value[:4])))])
+        found = gather_equal(code, self.columns, name=what).tolist()
+        for rank, other in zip(self.columns.ranks, found, strict=True):
+            if other[0] != found[0][0]:
+                mine, theirs = ([n for n in row[1:] if n >= 0] for row in (found[0], other))
+                raise LayoutError(
+                    f"{self.label}: {what} is {mine} on rank {self.columns.ranks[0]} and {theirs} on rank {rank}.",
+                    fix=fix, ranks=(self.columns.ranks[0], rank),
+                )  # fmt: skip
 
     def _disagree(self, tags: list[int]) -> None:
         at = {rank: f"'{_names.get(tag >> 8, 'an operation unknown here')}' (number {tag & 0xFF})" for rank, tag in zip(self.columns.ranks, tags, strict=True)}
