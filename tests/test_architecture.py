@@ -51,6 +51,12 @@ PRIVATE_TORCH = {
         "torch._C._dispatch_has_kernel_for_dispatch_key",
     ): "which kernel answers is a question for people only",
     ("comm.columns", "torch._C.DisableTorchFunctionSubclass"): "torch's documentation of __torch_function__ names it",
+    ("comm.columns", "torch.Tensor._version.__get__"): "autograd asks a subclass for it; Columns has to answer",
+    ("comm.columns", "torch.Tensor._backward_hooks.__get__"): "autograd asks a subclass for it; Columns has to answer",
+    (
+        "comm.reducer",
+        "torch.autograd.Variable._execution_engine.queue_callback",
+    ): "the end of backward, as DDP and FSDP",
 }
 
 # The surface is a promise: a change of this list is a change of docs/design.md, section 3, and of CHANGELOG.md.
@@ -204,12 +210,9 @@ def test_no_private_torch(name: str) -> None:
 def test_every_module_says_what_is_public(name: str) -> None:
     tree = modules()[name]
     assert ast.get_docstring(tree), f"whale_torch.{name} has no docstring"
-    lists = [
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    assert len(lists) == 1 or name == "__main__", f"whale_torch.{name} needs one __all__"
-    for names in lists:
-        assert ast.literal_eval(names) == sorted(ast.literal_eval(names)) or name, "whale_torch.__all__ is sorted"
+    lists = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    is_empty = len(tree.body) == 1
+    assert len(lists) == 1 or is_empty or name == "__main__", f"whale_torch.{name} needs one __all__"
 
 
 @every_module()
