@@ -375,7 +375,7 @@ def _len(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     *(Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_leaf.__get__, Tensor.layout.__get__, Tensor.grad_fn.__get__),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.element_size),
     *(Tensor._version.__get__, Tensor._backward_hooks.__get__, Tensor.is_sparse.__get__, Tensor.is_cuda.__get__),
-    *(Tensor.is_cpu.__get__, Tensor.is_meta.__get__, Tensor.is_quantized.__get__, Tensor.is_nested.__get__, Tensor.get_device, Tensor.names.__get__),
+    *(Tensor.is_cpu.__get__, Tensor.is_meta.__get__, Tensor.is_quantized.__get__, Tensor.is_nested.__get__, Tensor.get_device),
 )
 def _metadata(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():

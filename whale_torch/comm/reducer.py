@@ -65,6 +65,16 @@ class Reducer:
                 bucket.missing = len(bucket.parameters)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    def abandon(self) -> None:
+        """Ends a backward that an error cut short, so that the next one begins clean."""
+        if self.armed:
+            while self._in_flight:
+                _, flat, pending = self._in_flight.popleft()
+                pending.wait()
+                self.reduction.give_back(flat)
+            self.armed = False
+            self._written.clear()
+
     def _ready(self, parameter: torch.nn.Parameter) -> None:
         self._written.add(parameter)
         if not self.sync:

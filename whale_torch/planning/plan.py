@@ -102,7 +102,11 @@ class Plan:
 
     def digest(self) -> str:
         """A hash of the decision: equal on every rank that decided the same."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        data = json.loads(self.to_json())
+        for graph in data["taskgraphs"]:
+            for annotation in graph["annotations"]:
+                del annotation["site"]  # a path, seen from each rank's own working directory
+        return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The decision as JSON text; Plan.from_json reads it."""
@@ -166,8 +170,8 @@ class Plan:
 
 def _graph_to_json(graph: TaskGraph) -> dict[str, Any]:
     annotations = [
-        {"kind": a.kind, "options": [[k, _option_to_json(v)] for k, v in a.options], "site": a.site, "entry": i}
-        for i, a in enumerate(graph.annotations)
+        {"kind": a.kind, "options": [[k, _option_to_json(v)] for k, v in a.options], "site": a.site, "entry": a.entry}
+        for a in graph.annotations
     ]
     return asdict(graph) | {"annotations": annotations}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -64,8 +64,14 @@ def group_modules(model: nn.Module, default: tuple[Annotation, ...]) -> Grouping
     roots: list[list[str]] = []
     kinds: list[tuple[Annotation, ...]] = []
     grouping = Grouping()
+    numbers: dict[int, int] = {}
+
+    def renumber(annotation: Annotation) -> Annotation:
+        """Entries count in module order, so that ranks agree whatever each of them built before."""
+        return replace(annotation, entry=numbers.setdefault(annotation.entry, len(numbers)))
+
     for name, found in effective.items():
-        acting = found or default
+        acting = tuple(renumber(a) for a in found) if found else default
         _check_runs(acting)
         key = tuple(annotation.entry for annotation in found)
         index = keys.setdefault(key, len(keys))

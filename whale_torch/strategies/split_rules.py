@@ -32,7 +32,8 @@ class SplitModule(nn.Module):
     _options: dict[str, Any]
 
     def _get_name(self) -> str:
-        return type(self).__mro__[2].__name__ if type(self).__mro__[1] is SplitModule else type(self).__bases__[-1].__name__
+        order = type(self).__mro__
+        return order[order.index(SplitModule) + 1].__name__
 
     @property
     def _index(self) -> int:
