@@ -19,9 +19,9 @@ LENGTH = 24  # letters a word is cut to or filled up to
 SEEN_IN_THE_WILD = {
     "accomodate": "accommodate",
     "begining": "beginning",
-    "calender": "calendar",
     "definately": "definitely",
     "embarass": "embarrass",
+    "enviroment": "environment",
     "goverment": "government",
     "neccessary": "necessary",
     "occurence": "occurrence",

@@ -95,7 +95,8 @@ def _pid(rank: int, n: int, hang_at: int, folder: str) -> None:
         time.sleep(60)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.matrix(keep=3)
+@pytest.mark.parametrize("n", range(1, 9))
 def test_ranks_meet_and_results_come_in_rank_order(n: int) -> None:
     results = world(n, _sum_of_ranks, 10.0)
     assert len(results) == n
