@@ -205,7 +205,7 @@ def _state(model: nn.Module, grad: bool) -> dict[str, Tensor | None]:
             found[name] = full_tensor(p)
             continue
         whole = full_tensor(p, torch.zeros_like(p) if p.grad is None else p.grad)
-        found[name] = None if p.grad is None and p.numel() else whole
+        found[name] = None if p.grad is None and (p.numel() or not p.requires_grad) else whole
     return found
 
 
@@ -260,7 +260,7 @@ def difference(case: Case, ranks: list[dict[str, Any]], one: dict[str, Any]) -> 
             top = max(float(g.abs().max()) for g in theirs.values() if g is not None)
             for name, g in theirs.items():
                 if g is not None:
-                    scale = max(float(g.abs().max()), 0.01 * top)
+                    scale = max(float(g.abs().max()), 0.01 * top) or 1.0  # 0: every label was ignored
                     worst["grad"] = _worse(worst["grad"], float((mine[name] - g).abs().max()) / scale)
         for name, p in one["parameters"].items():
             error = float((found["parameters"][name] - p).abs().max()) / max(float(p.abs().max()), 0.01)
