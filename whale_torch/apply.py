@@ -16,6 +16,7 @@ from whale_torch.errors import PlanError
 from whale_torch.mesh import Mesh, start
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan
+from whale_torch.rehearsal import rehearse
 from whale_torch.strategies.materialize import InitFunction, is_meta, materialize
 from whale_torch.strategies.outputs import tensors_in
 from whale_torch.strategies.replica import equalize, make_reducers, place_whole_parameters
@@ -37,7 +38,8 @@ def plan(model: nn.Module, *, cluster: Cluster | None = None, sample_inputs: obj
         return runtime.current_plan() if isinstance(runtime, Runtime) else runtime.plan
     if runtime is not None:
         raise PlanError("this model is parallelized already; a plan for another cluster needs the model as it was.", fix="plan before wh.parallelize")
-    return make_plan(model, cluster or Cluster.of(), default=_default(default), rows_per_rank=_rows(sample_inputs))
+    made = make_plan(model, cluster or Cluster.of(), default=_default(default), rows_per_rank=_rows(sample_inputs))
+    return made if sample_inputs is None else rehearse(made, model, sample_inputs)
 
 
 def _default(scope: Scope | None) -> tuple[Annotation, ...]:
@@ -71,7 +73,7 @@ def parallelize(
     _check_first_time(model)
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     mesh = start(device, seconds)
-    made = _decide(model, mesh, cluster, plan, default, _rows(sample_inputs))
+    made = _decide(model, mesh, cluster, plan, default, sample_inputs)
     cuts = cut_parameters(model, made, mesh)
     if is_meta(model):
         shards = {name: cut.shard for name, cut in cuts.items()}
@@ -95,7 +97,7 @@ def _check_first_time(model: nn.Module) -> None:
             raise PlanError(f"{where} is parallelized already.", fix="call wh.parallelize once, on the outermost module")
 
 
-def _decide(model: nn.Module, mesh: Mesh, cluster: Cluster | None, saved: Plan | None, default: Scope | None, rows: int | None) -> Plan:
+def _decide(model: nn.Module, mesh: Mesh, cluster: Cluster | None, saved: Plan | None, default: Scope | None, sample_inputs: object) -> Plan:
     """The plan, checked against the ranks that run and equal on all of them."""
     measured = mesh.cluster
     if cluster is not None and cluster.ranks_of_nodes != measured.ranks_of_nodes:
@@ -107,7 +109,9 @@ def _decide(model: nn.Module, mesh: Mesh, cluster: Cluster | None, saved: Plan |
         _check_saved(saved, model, measured)
         made = saved
     else:
-        made = make_plan(model, cluster or measured, default=_default(default), rows_per_rank=rows)
+        made = make_plan(model, cluster or measured, default=_default(default), rows_per_rank=_rows(sample_inputs))
+        if sample_inputs is not None:
+            made = rehearse(made, model, sample_inputs, rank=mesh.rank)
     if mesh.world > 1:
         digests: list[str] = [""] * mesh.world
         dist.all_gather_object(digests, made.digest())

@@ -27,7 +27,7 @@ class Call:
         self.arm = arm
         self.world, self.feed_size, self.num_feeds, self.rows = world, feed_size, world.size // feed_size, rows
         self._counts: list[int] | None = None
-        header = torch.tensor([rows, digest], dtype=torch.int64)
+        header = torch.tensor([rows, digest], dtype=torch.int64, device="cpu")
         self._gathered, self._wait = gather_equal_async(header, world, name="row counts of the batch")
         if feed_size > 1:
             self.counts()

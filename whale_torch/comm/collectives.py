@@ -31,7 +31,7 @@ def _run(group: Group, operation: str, call: Callable[[], object]) -> None:
 def all_reduce(x: torch.Tensor, group: Group, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, name: str = "all-reduce") -> torch.Tensor:
     """Reduces x in place over the group and returns it."""
     if group.size > 1:
-        group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size)
+        group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size, name)
         _run(group, name, lambda: dist.all_reduce(x, op=op, group=group.process_group))
     return x
 
@@ -40,7 +40,7 @@ def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce")
     """Starts a sum of x in place; the returned function waits for it."""
     if group.size == 1:
         return lambda: None
-    group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size)
+    group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size, name)
     work = dist.all_reduce(x, group=group.process_group, async_op=True)
     return lambda: _run(group, name, work.wait)
 
@@ -48,7 +48,7 @@ def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce")
 def broadcast(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
     """Overwrites x with that of the group's first rank."""
     if group.size > 1:
-        group.count(x.numel() * x.element_size())
+        group.count(x.numel() * x.element_size(), name)
         _run(group, name, lambda: dist.broadcast(x, group.ranks[0], group=group.process_group))
     return x
 
@@ -59,7 +59,7 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
         return x.unsqueeze(0)
     x = x.contiguous()
     out = x.new_empty(group.size, *x.shape)
-    group.count(x.numel() * x.element_size() * (group.size - 1))
+    group.count(x.numel() * x.element_size() * (group.size - 1), name)
     if x.numel() * x.element_size() * group.size <= _SMALL_BYTES and x.device.type == "cpu":
         spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
         _run(group, name, lambda: dist.all_to_all_single(out.view(group.size, -1), spread, group=group.process_group))
@@ -73,7 +73,7 @@ def gather_equal_async(x: torch.Tensor, group: Group, *, name: str = "all-gather
     if group.size == 1:
         return x.unsqueeze(0), lambda: None
     out = x.new_empty(group.size, *x.shape)
-    group.count(x.numel() * x.element_size() * (group.size - 1))
+    group.count(x.numel() * x.element_size() * (group.size - 1), name)
     spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
     work = dist.all_to_all_single(out.view(group.size, -1), spread, group=group.process_group, async_op=True)
     return out, lambda: _run(group, name, work.wait)
@@ -97,7 +97,7 @@ def all_to_all_rows(x: torch.Tensor, sent: list[int], received: list[int], group
     x = x.contiguous()
     out = x.new_empty(sum(received), *x.shape[1:])
     row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else 0)
-    group.count((sum(sent) - sent[group.index]) * row_bytes)
+    group.count((sum(sent) - sent[group.index]) * row_bytes, name)
     _run(group, name, lambda: dist.all_to_all_single(out, x, received, sent, group=group.process_group))
     return out
 
@@ -116,6 +116,6 @@ def reduce_scatter_equal(x: torch.Tensor, group: Group, *, name: str = "reduce-s
     if group.size == 1:
         return x
     out = x.new_empty(x.numel() // group.size)
-    group.count(x.numel() * x.element_size() * (group.size - 1) / group.size)
+    group.count(x.numel() * x.element_size() * (group.size - 1) / group.size, name)
     _run(group, name, lambda: _reduce_scatter(out, x, group=group.process_group))
     return out

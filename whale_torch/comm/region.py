@@ -58,7 +58,7 @@ class Region:
         code = zlib.crc32(operation.encode()) & 0x7FFF
         _names[code] = operation
         number = group.sequence & 0xFF
-        header = torch.tensor([(code << 8 | number) << _COUNT_BITS | count])
+        header = torch.tensor([(code << 8 | number) << _COUNT_BITS | count], device="cpu")
         headers = gather_equal(header, group, name=operation).flatten().tolist()
         tags = [header >> _COUNT_BITS for header in headers]
         if any(tag != tags[0] for tag in tags):
@@ -68,7 +68,7 @@ class Region:
 
     def check_equal(self, value: tuple[int, ...], what: str, fix: str) -> None:
         """Compares a small tuple over the region's ranks. Raises LayoutError naming both values, on every rank."""
-        code = torch.tensor([zlib.crc32(repr(value).encode()), *value[:4], *([-1] * (4 - len(value[:4])))])
+        code = torch.tensor([zlib.crc32(repr(value).encode()), *value[:4], *([-1] * (4 - len(value[:4])))], device="cpu")
         found = gather_equal(code, self.columns, name=what).tolist()
         for rank, other in zip(self.columns.ranks, found, strict=True):
             if other[0] != found[0][0]:

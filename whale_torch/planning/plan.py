@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ _FORMAT = 1
 class Reduce:
     """Gradients averaged together: those of one VirtualDevice with the same options.
 
-    wire: dtype name on the wire. algorithm: "flat" or "hierarchical". gradient_bytes: of one rank, in the gradients' dtype.
+    wire: dtype name on the wire, None for the gradients' own. algorithm: "flat" or "hierarchical".
+    gradient_bytes, wire_bytes: of the rank that holds most, in the gradients' dtype and in the wire's.
     """
 
     device: str
@@ -36,13 +38,13 @@ class Reduce:
     bucket_bytes: int
     max_in_flight: int
     parameters: tuple[str, ...]
-    gradient_bytes: int
-    wire_bytes: int
+    gradient_bytes: int = 0
+    wire_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank sends in a training step for one purpose."""
+    """Bytes that one rank sends in a training step for one purpose, on one VirtualDevice."""
 
     what: str
     where: str
@@ -64,6 +66,7 @@ class Plan:
     """How a model runs on a cluster.
 
     feed_size: neighbouring ranks that are fed the same batch. rows_per_rank: rows that byte counts assume.
+    assumption: what else they assume, in words.
     parameters: (name, shape) of every parameter in order, to tell whether a saved plan fits a model.
     gathers: what a running model gathered implicitly so far; no part of the decision.
     """
@@ -77,6 +80,7 @@ class Plan:
     traffic: tuple[Traffic, ...]
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     rows_per_rank: int
+    assumption: str = ""
     batch_dim: int = 0
     loss: str = "mean"
     parameter_bytes: int = 0
@@ -100,9 +104,24 @@ class Plan:
     def device(self, name: str) -> VirtualDevice:
         return next(device for device in self.devices if device.name == name)
 
+    @cached_property
+    def _graph_of_root(self) -> dict[str, TaskGraph]:
+        return {name: graph for graph in self.taskgraphs for name in graph.modules}
+
+    def taskgraph_of(self, module_name: str) -> TaskGraph:
+        """The TaskGraph that a module runs in. Raises KeyError for a name that none holds."""
+        name = module_name
+        while name not in self._graph_of_root:
+            if not name:
+                raise KeyError(module_name)
+            name = name.rpartition(".")[0]
+        return self._graph_of_root[name]
+
     def digest(self) -> str:
-        """A hash of the decision: equal on every rank that decided the same."""
+        """A hash of the decision: equal on every rank that decided the same, whatever it predicts for its own batch."""
         data = json.loads(self.to_json())
+        for predicted in ("traffic", "rows_per_rank", "assumption"):
+            del data[predicted]
         for graph in data["taskgraphs"]:
             for annotation in graph["annotations"]:
                 del annotation["site"]  # a path, seen from each rank's own working directory
@@ -122,6 +141,7 @@ class Plan:
                 "traffic": [asdict(traffic) for traffic in self.traffic],
                 "parameters": [[name, list(shape)] for name, shape in self.parameters],
                 "rows_per_rank": self.rows_per_rank,
+                "assumption": self.assumption,
                 "batch_dim": self.batch_dim,
                 "loss": self.loss,
                 "parameter_bytes": self.parameter_bytes,
@@ -147,6 +167,7 @@ class Plan:
                 traffic=tuple(Traffic(**traffic) for traffic in data["traffic"]),
                 parameters=tuple((name, tuple(shape)) for name, shape in data["parameters"]),
                 rows_per_rank=data["rows_per_rank"],
+                assumption=data["assumption"],
                 batch_dim=data["batch_dim"],
                 loss=data["loss"],
                 parameter_bytes=data["parameter_bytes"],

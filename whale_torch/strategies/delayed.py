@@ -67,6 +67,6 @@ class Delay:
 
 def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
     """F.linear, delayed where a delay was made and nothing casts in between."""
-    if delay is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    if delay is None or not torch.is_grad_enabled() or x.is_meta or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
     return delay.linear(x, weight, bias)
