@@ -44,8 +44,12 @@ def test_floats_round_to_halves_as_torch_does(isa: str) -> None:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (2**20,), generator=generator).to(torch.int32)
     # Ties, the edges of the subnormals and of the overflow, and NaNs with every bit or only the lowest set.
-    edges = torch.tensor([0x33000000, 0x33000001, 0x38800000, 0x387FFFFF, 0x477FEFFF, 0x477FF000, 0x7FFFFFFF, 0x7F800001])
-    values = torch.cat((bits, edges.to(torch.int32), (edges.to(torch.int64) + 2**31).to(torch.int32))).view(torch.float32)
+    edges = torch.tensor(
+        [0x33000000, 0x33000001, 0x38800000, 0x387FFFFF, 0x477FEFFF, 0x477FF000, 0x7FFFFFFF, 0x7F800001]
+    )
+    values = torch.cat((bits, edges.to(torch.int32), (edges.to(torch.int64) + 2**31).to(torch.int32))).view(
+        torch.float32
+    )
     for half in (torch.float16, torch.bfloat16):
         flat = torch.empty(values.numel(), dtype=half)
         ops.bucket_pack([values], [0], flat)
@@ -54,7 +58,7 @@ def test_floats_round_to_halves_as_torch_does(isa: str) -> None:
 
 def test_result_does_not_depend_on_threads() -> None:
     threads = torch.get_num_threads()
-    tensors = bucket_tensors(torch.float32) + [torch.randn(300_001)]
+    tensors = [*bucket_tensors(torch.float32), torch.randn(300_001)]
     offsets = [sum(t.numel() for t in tensors[:i]) for i in range(len(tensors))]
     flats = []
     for number in (1, 2, 3, 7):

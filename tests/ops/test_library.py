@@ -48,9 +48,14 @@ def test_python_kernels_answer_and_say_so_once(tmp_path: Path) -> None:
         "assert flat.tolist() == [2.0, 2.0, 2.0]\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("_C_cpu.so was not built, so the ops on cpu run on slower Python kernels") == 1
 

@@ -1,4 +1,4 @@
-"""Softmax statistics and gradient: compiled kernels against the specification, and the loss they make against torch's."""
+"""Softmax statistics and gradient: kernels against the specification, and the loss they make against torch's."""
 
 from __future__ import annotations
 
