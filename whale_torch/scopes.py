@@ -87,6 +87,7 @@ def split(
     size: int | None = None,
     rows: Literal["own", "shared"] | None = None,
     output: Literal["columns"] | None = None,
+    cut: Literal["columns", "rows"] | None = None,
     gather: Literal["error"] | None = None,
     chunked_loss: bool = False,
 ) -> Scope: ...
@@ -98,6 +99,7 @@ def split(
     size: int | None = None,
     rows: Literal["own", "shared"] | None = None,
     output: Literal["columns"] | None = None,
+    cut: Literal["columns", "rows"] | None = None,
     gather: Literal["error"] | None = None,
     chunked_loss: bool = False,
 ) -> T: ...
@@ -108,6 +110,7 @@ def split(
     size: int | None = None,
     rows: Literal["own", "shared"] | None = None,
     output: Literal["columns"] | None = None,
+    cut: Literal["columns", "rows"] | None = None,
     gather: Literal["error"] | None = None,
     chunked_loss: bool = False,
 ) -> object:
@@ -117,6 +120,7 @@ def split(
     rows: "own" (each rank brings its own samples; they are gathered where the split begins) or "shared" (the ranks
         are one replica and are fed the same batch). None is "shared" directly inside a `wh.replica()`, else "own".
     output: "columns" returns `Columns` in eval mode and under no_grad too, where plain tensors are the default.
+    cut: how linear layers are cut, by output or by input features; None is whatever moves fewer bytes.
     gather: "error" forbids implicit gathers of columns; without it the plan lists those that happened.
     chunked_loss: computes the classifier and its cross entropy in chunks of rows, for less memory.
 
@@ -125,7 +129,7 @@ def split(
     Raises: AnnotationError for a value outside these, and for an illegal nesting.
     Reference: Whale (arXiv 2011.09208), `split`.
     """
-    given = {"size": size, "rows": rows, "output": output, "gather": gather, "chunked_loss": chunked_loss}
+    given = {"size": size, "rows": rows, "output": output, "cut": cut, "gather": gather, "chunked_loss": chunked_loss}
     return _scope("split", target, given)
 
 
@@ -273,6 +277,7 @@ _OPTIONS: dict[str, dict[str, _Option]] = {
         "size": _COUNT,
         "rows": _one_of(None, "own", "shared"),
         "output": _one_of(None, "columns"),
+        "cut": _one_of(None, "columns", "rows"),
         "gather": _one_of(None, "error"),
         "chunked_loss": _FLAG,
     },

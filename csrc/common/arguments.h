@@ -19,30 +19,30 @@ using torch::stable::Tensor;
 enum Dtype { kFloat = 0, kBf16 = 1, kFp16 = 2, kDouble = 3 };
 constexpr int kNumDtypes = 4;
 
+// By torch's own number for it: a bucket asks this of hundreds of tensors.
 inline Dtype dtype_of(const Tensor& tensor, const char* op) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float: return kFloat;
-    case ScalarType::BFloat16: return kBf16;
-    case ScalarType::Half: return kFp16;
-    case ScalarType::Double: return kDouble;
-    default: STD_TORCH_CHECK(false, op, ": a tensor is not float32, bfloat16, float16 or float64");
+  static const int32_t codes[kNumDtypes] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
+                                            aoti_torch_dtype_float16(), aoti_torch_dtype_float64()};
+  int32_t code = -1;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  for (int dtype = 0; dtype < kNumDtypes; ++dtype) {
+    if (codes[dtype] == code) return Dtype(dtype);
   }
+  STD_TORCH_CHECK(false, op, ": a tensor is not float32, bfloat16, float16 or float64");
 }
 
 inline void check_device(const Tensor& tensor, const Tensor& as, const char* op) {
   STD_TORCH_CHECK(tensor.device() == as.device(), op, ": tensors on two devices");
 }
 
-inline void check_bucket(const std::vector<Tensor>& tensors, const std::vector<int64_t>& offsets, const Tensor& flat,
-                         const char* op) {
+inline void check_bucket(const Tensor& flat, size_t num_tensors, const std::vector<int64_t>& offsets, const char* op) {
   STD_TORCH_CHECK(flat.dim() == 1 && flat.is_contiguous(), op, ": flat is not 1-D contiguous");
-  STD_TORCH_CHECK(tensors.size() == offsets.size(), op, ": ", tensors.size(), " tensors, ", offsets.size(), " offsets");
-  const int64_t length = flat.numel();
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check_device(tensors[i], flat, op);
-    STD_TORCH_CHECK(offsets[i] >= 0 && offsets[i] <= length - tensors[i].numel(), op, ": tensor ", i, " of ",
-                    tensors[i].numel(), " elements at ", offsets[i], " does not fit a bucket of ", length);
-  }
+  STD_TORCH_CHECK(num_tensors == offsets.size(), op, ": ", num_tensors, " tensors, ", offsets.size(), " offsets");
+}
+
+inline void check_place(size_t tensor, int64_t numel, int64_t offset, int64_t length, const char* op) {
+  STD_TORCH_CHECK(offset >= 0 && offset <= length - numel, op, ": tensor ", tensor, " of ", numel, " elements at ", offset,
+                  " does not fit a bucket of ", length);
 }
 
 inline ScalarType statistics_type(const Tensor& logits) {

@@ -64,12 +64,12 @@ struct Narrow<double> {
 
 template <>
 struct Narrow<Bf16> {
-  // Round to nearest even by an integer addition; NaN first, which the addition could turn into inf.
+  // Round to nearest even by an integer addition. A NaN is cut instead: the addition could carry it into the sign. Cut, it
+  // stays one, as every x here comes from arithmetic, which makes NaNs quiet (the top bit of their mantissa is set).
   WHALE_MATH Bf16 from(float x) {
-    uint32_t bits = bits_of(x);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    uint32_t quiet = (bits >> 16) | 0x40u;
-    return Bf16{uint16_t(x != x ? quiet : rounded)};
+    const uint32_t bits = bits_of(x);
+    const uint32_t increment = x != x ? 0u : 0x7fffu + ((bits >> 16) & 1u);
+    return Bf16{uint16_t((bits + increment) >> 16)};
   }
   WHALE_MATH Bf16 from(double x) { return from(float(x)); }
 };

@@ -1,6 +1,7 @@
 // bucket_pack, bucket_unpack, bucket_amax on CPU. Threads share the elements of all tensors evenly, whatever their sizes.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <utility>
 
 #include "../common/arguments.h"
@@ -52,7 +53,10 @@ Memory memory_of(const Tensor& tensor, const char* op, bool any_order) {
 std::vector<Memory> memories_of(const std::vector<Tensor>& tensors, const char* op, bool any_order) {
   std::vector<Memory> memories;
   memories.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) memories.push_back(memory_of(tensor, op, any_order));
+  for (const Tensor& tensor : tensors) {
+    STD_TORCH_CHECK(tensor.is_cpu(), op, ": tensors on two devices");
+    memories.push_back(memory_of(tensor, op, any_order));
+  }
   return memories;
 }
 
@@ -76,9 +80,11 @@ void for_each_piece(const std::vector<Memory>& memories, const Work& work) {
 }
 
 void pack(const std::vector<Tensor>& tensors, const std::vector<int64_t>& offsets, const Tensor& flat, double scale) {
-  check_bucket(tensors, offsets, flat, "bucket_pack");
+  check_bucket(flat, tensors.size(), offsets, "bucket_pack");
   const Dtype to = dtype_of(flat, "bucket_pack");
+  const int64_t length = flat.numel();
   const auto memories = memories_of(tensors, "bucket_pack", false);
+  for (size_t i = 0; i < memories.size(); ++i) check_place(i, memories[i].numel, offsets[i], length, "bucket_pack");
   char* bucket = static_cast<char*>(flat.mutable_data_ptr());
   const BucketLoops& loops = *isa().bucket;
   for_each_piece(memories, [&](size_t i, int64_t begin, int64_t count) {
@@ -93,9 +99,11 @@ void pack(const std::vector<Tensor>& tensors, const std::vector<int64_t>& offset
 }
 
 Tensor unpack(const Tensor& flat, const std::vector<int64_t>& offsets, const std::vector<Tensor>& tensors, double scale) {
-  check_bucket(tensors, offsets, flat, "bucket_unpack");
+  check_bucket(flat, tensors.size(), offsets, "bucket_unpack");
   const Dtype from = dtype_of(flat, "bucket_unpack");
+  const int64_t length = flat.numel();
   const auto memories = memories_of(tensors, "bucket_unpack", false);
+  for (size_t i = 0; i < memories.size(); ++i) check_place(i, memories[i].numel, offsets[i], length, "bucket_unpack");
   const char* bucket = static_cast<const char*>(flat.const_data_ptr());
   const BucketLoops& loops = *isa().bucket;
   std::atomic<bool> found{false};
@@ -113,7 +121,6 @@ Tensor unpack(const Tensor& flat, const std::vector<int64_t>& offsets, const std
 }
 
 Tensor amax(const std::vector<Tensor>& tensors) {
-  for (const Tensor& tensor : tensors) check_device(tensor, tensors[0], "bucket_amax");
   const auto memories = memories_of(tensors, "bucket_amax", true);
   const BucketLoops& loops = *isa().bucket;
   std::atomic<uint32_t> most{0};

@@ -21,7 +21,7 @@ template <class S, class A>
 static A block_sum(const S* z, int64_t count, A shift) {
   A sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < count; ++j) sum += exponential(widen(z[j]) - shift);
+  for (int64_t j = 0; j < count; ++j) sum += exponential_to_88(widen(z[j]) - shift);
   return sum;
 }
 
