@@ -1,5 +1,7 @@
 """whale_torch: hybrid-parallel training in PyTorch from a few annotations on an ordinary model."""
 
+from whale_torch.apply import parallelize, plan
+from whale_torch.cluster import Cluster
 from whale_torch.errors import (
     AnnotationError,
     CheckpointError,
@@ -10,16 +12,34 @@ from whale_torch.errors import (
     TraceError,
     WhaleError,
 )
+from whale_torch.planning.plan import Plan
+from whale_torch.scopes import annotate, auto_parallel, cpu_offload, pipeline, recompute, replica, split, stage
+from whale_torch.state import full_state_dict, no_sync, reduce
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AnnotationError",
     "CheckpointError",
+    "Cluster",
     "CommError",
     "LayoutError",
     "LossError",
+    "Plan",
     "PlanError",
     "TraceError",
     "WhaleError",
+    "annotate",
+    "auto_parallel",
+    "cpu_offload",
+    "full_state_dict",
+    "no_sync",
+    "parallelize",
+    "pipeline",
+    "plan",
+    "recompute",
+    "reduce",
+    "replica",
+    "split",
+    "stage",
 ]

@@ -43,7 +43,9 @@ class WhaleError(Exception):
         return _rebuild, (type(self), self.what, self.where, self.fix, self.ranks)
 
 
-def _rebuild(kind: type[WhaleError], what: str, where: str | None, fix: str | None, ranks: tuple[int, ...]) -> WhaleError:
+def _rebuild(
+    kind: type[WhaleError], what: str, where: str | None, fix: str | None, ranks: tuple[int, ...]
+) -> WhaleError:
     return kind(what, where=where, fix=fix, ranks=ranks)
 
 

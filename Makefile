@@ -1,0 +1,67 @@
+# make demo      a spelling corrector with a split classifier, on 4 local ranks: about a minute
+# make test      the suite, with a seeded subset of the large matrices: 10 minutes at most on 2 cores
+# make test-all  the whole suite: 45 minutes at most on 2 cores
+# make lint      ruff, mypy
+#
+# PYTHON=python3.12           the interpreter of .venv, 3.10 to 3.13
+# TORCH=torch==2.12.0         the torch to run on
+# TORCH_INDEX=<url>           where to get it; PyTorch's own index has CPU builds
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+CLASSES ?= 5000
+PYTEST_ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check --no-input
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+SUPPORTED := 3.10 3.11 3.12 3.13
+# A stamp carries what it was made with in its name, so another PYTHON or TORCH makes anew.
+VENV_STAMP := $(VENV)/python-$(VERSION).stamp
+TORCH_STAMP := $(VENV)/$(subst /,_,$(subst =,-,$(TORCH)))-$(VERSION).stamp
+BUILD_STAMP := $(VENV)/built.stamp
+NATIVE := $(wildcard setup.py csrc/*/*)
+
+.PHONY: demo test test-all lint clean
+.DELETE_ON_ERROR:
+
+demo: $(BUILD_STAMP)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 4 -m examples.spelling.main --classes $(CLASSES)
+
+test: $(BUILD_STAMP)
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-all: $(BUILD_STAMP)
+	$(RUN) -m pytest --matrix=all $(PYTEST_ARGS)
+
+lint: $(BUILD_STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info whale_torch/*.so
+
+$(VENV_STAMP):
+	@$(if $(filter $(VERSION),$(SUPPORTED)),true,echo "$(PYTHON) is Python $(VERSION); set PYTHON to one of $(SUPPORTED)" >&2; exit 1)
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# torch comes first and pinned: asked for by name alone, an installer may fetch a newer build of several GB.
+$(TORCH_STAMP): $(VENV_STAMP)
+	@echo "Into $(VENV), from $(if $(TORCH_INDEX),$(TORCH_INDEX) and )the package index pip is set up with:"
+	@echo "  $(TORCH)   200 MB as a CPU build (x86-64), about 3 GB as a CUDA build with its libraries;"
+	@echo "             pip takes the build the index offers: TORCH_INDEX=https://download.pytorch.org/whl/cpu has CPU ones"
+	@echo "  numpy 17 MB, english-words 10 MB, mypy 14 MB, ruff 12 MB, pytest, hypothesis, rich and setuptools 5 MB"
+	@rm -f $(VENV)/torch*.stamp
+	$(PIP) install "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@touch $@
+
+# WHALE_BUILD_EXT=1: here a missing compiled kernel is an error, where a plain `pip install` would fall back to Python.
+$(BUILD_STAMP): $(TORCH_STAMP) pyproject.toml $(NATIVE)
+	$(PIP) install "setuptools>=77" wheel
+	WHALE_BUILD_EXT=1 $(PIP) install --quiet --no-build-isolation --editable ".[test,demo,dev]" "$(TORCH)"
+	@$(RUN) -c 'from whale_torch.ops.library import compiled; import sys; cpu = compiled()["cpu"]; sys.exit(cpu.reason or None)'
+	@touch $@

@@ -1,0 +1,62 @@
+#include "dispatch.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace whale::cpu {
+namespace {
+
+struct Candidate {
+  Isa isa;
+  bool supported;
+};
+
+const Candidate* candidates(int* count) {
+#ifdef WHALE_X86_64
+  __builtin_cpu_init();
+  static const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                             __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  static const bool has_v4 = has_v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                             __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                             __builtin_cpu_supports("avx512vl");
+  static const Candidate all[] = {
+      {{"v4", &v4::bucket_loops, &v4::softmax_loops}, has_v4},
+      {{"v3", &v3::bucket_loops, &v3::softmax_loops}, has_v3},
+      {{"baseline", &baseline::bucket_loops, &baseline::softmax_loops}, true},
+  };
+#else
+  static const Candidate all[] = {{{"baseline", &baseline::bucket_loops, &baseline::softmax_loops}, true}};
+#endif
+  *count = int(sizeof all / sizeof all[0]);
+  return all;
+}
+
+const Isa* find(const char* name) {
+  int count = 0;
+  const Candidate* all = candidates(&count);
+  for (int i = 0; i < count; ++i) {
+    if (all[i].supported && (name == nullptr || std::strcmp(all[i].isa.name, name) == 0)) return &all[i].isa;
+  }
+  return nullptr;
+}
+
+std::atomic<const Isa*>& chosen() {
+  static std::atomic<const Isa*> isa{find(nullptr)};
+  return isa;
+}
+
+}  // namespace
+
+const Isa& isa() { return *chosen().load(std::memory_order_relaxed); }
+
+}  // namespace whale::cpu
+
+// Called through ctypes: which instruction set runs, and (for tests) another one.
+extern "C" __attribute__((visibility("default"))) const char* whale_cpu_isa() { return whale::cpu::isa().name; }
+
+extern "C" __attribute__((visibility("default"))) int whale_cpu_use_isa(const char* name) {
+  const whale::cpu::Isa* found = whale::cpu::find(name);
+  if (found == nullptr) return 0;
+  whale::cpu::chosen().store(found, std::memory_order_relaxed);
+  return 1;
+}

@@ -1,0 +1,16 @@
+// The loops of the best instruction set that this machine has, chosen once, when the library is loaded.
+#pragma once
+
+#include "loops.h"
+
+namespace whale::cpu {
+
+struct Isa {
+  const char* name;
+  const BucketLoops* bucket;
+  const SoftmaxLoops* softmax;
+};
+
+const Isa& isa();
+
+}  // namespace whale::cpu

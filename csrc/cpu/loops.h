@@ -1,0 +1,70 @@
+// The loops that exist once for each instruction set, as tables of function pointers indexed by dtype. No torch headers.
+#pragma once
+
+#include <cstdint>
+
+namespace whale::cpu {
+
+constexpr int kDtypes = 4;
+
+// A strided tensor in logical order: `dims` sizes and strides, outer to inner.
+struct Strided {
+  const int64_t* sizes;
+  const int64_t* strides;
+  int dims;
+};
+
+struct BucketLoops {
+  // [from][to], dense on both sides. `checked` tells whether a value read was not finite.
+  void (*cast[kDtypes][kDtypes])(const void* from, void* to, int64_t count, double scale);
+  bool (*cast_checked[kDtypes][kDtypes])(const void* from, void* to, int64_t count, double scale);
+  // Elements begin .. begin + count of a strided tensor, to or from dense memory.
+  void (*gather[kDtypes][kDtypes])(const void* from, Strided layout, int64_t begin, void* to, int64_t count, double scale);
+  bool (*scatter[kDtypes][kDtypes])(const void* from, void* to, Strided layout, int64_t begin, int64_t count,
+                                    double scale);
+  // The largest magnitude, as the bits of a float.
+  uint32_t (*largest[kDtypes])(const void* from, int64_t count);
+};
+
+struct StatsRows {
+  const void* logits;
+  int64_t row_stride, num_rows, num_classes, first_class;
+  const int64_t* target;
+  const void* class_weight;  // null is ones
+  bool smoothing;
+  void* stats;  // [4, num_rows]
+};
+
+struct GradRows {
+  const void* logits;
+  int64_t row_stride, num_classes, first_class;
+  const int64_t* target;
+  const void *lse, *softmax_coef, *target_coef;
+  const void* smooth_coef;   // null is zeros
+  const void* class_weight;  // null is ones
+  void* grad;                // may be logits
+  int64_t grad_row_stride;
+};
+
+struct SoftmaxLoops {
+  void (*stats[kDtypes])(const StatsRows& rows, int64_t begin, int64_t end);
+  void (*grad[kDtypes])(const GradRows& rows, int64_t begin, int64_t end);
+};
+
+namespace baseline {
+extern const BucketLoops bucket_loops;
+extern const SoftmaxLoops softmax_loops;
+}  // namespace baseline
+
+#ifdef WHALE_X86_64
+namespace v3 {
+extern const BucketLoops bucket_loops;
+extern const SoftmaxLoops softmax_loops;
+}  // namespace v3
+namespace v4 {
+extern const BucketLoops bucket_loops;
+extern const SoftmaxLoops softmax_loops;
+}  // namespace v4
+#endif
+
+}  // namespace whale::cpu

@@ -1,0 +1,44 @@
+"""README.md: its Python runs in a world of two ranks, its paths exist, its commands are the Makefile's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.world import world
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/spelling/README.md", "docs/design.md"]
+
+
+def _blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def _run_block(rank: int, n: int, code: str) -> float:
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(code, "README.md", "exec"), names)
+    loss = names["loss"]
+    return float(loss.detach())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("index", range(len(_blocks("README.md", "python"))))
+@pytest.mark.parametrize("n", [1, 2])
+def test_python_runs(index: int, n: int) -> None:
+    losses = world(n, _run_block, _blocks("README.md", "python")[index])
+    assert all(10 < loss < 13 for loss in losses)  # log(100_000) = 11.5
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_exist(page: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make ([a-z-]+)", "".join(_blocks(page, "")), re.MULTILINE)) <= targets

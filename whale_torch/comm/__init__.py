@@ -1,0 +1,1 @@
+"""Tensors and mesh axes: collectives, bridges between layouts, Columns, the gradient reducer. No module's meaning here."""

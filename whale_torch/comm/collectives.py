@@ -1,0 +1,121 @@
+"""Collectives on plain tensors: uneven rows, rank order of sums, and errors that name operation and ranks.
+
+Small messages travel by all-to-all, the only fast small collective of gloo (docs/design.md 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from whale_torch.comm.failure import explain
+from whale_torch.mesh import Group
+
+__all__ = ["all_gather_rows", "all_reduce", "all_reduce_async", "all_to_all_rows", "broadcast", "gather_equal", "gather_equal_async", "reduce_scatter_equal", "reduce_scatter_rows"]
+
+# renamed in torch 2.13; the old names warn there and the new ones are absent before
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_SMALL_BYTES = 1 << 18
+
+
+def _run(group: Group, operation: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except (RuntimeError, dist.DistBackendError) as error:
+        raise explain(group, operation, error) from error
+
+
+def all_reduce(x: torch.Tensor, group: Group, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, name: str = "all-reduce") -> torch.Tensor:
+    """Reduces x in place over the group and returns it."""
+    if group.size > 1:
+        group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size)
+        _run(group, name, lambda: dist.all_reduce(x, op=op, group=group.process_group))
+    return x
+
+
+def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce") -> Callable[[], None]:
+    """Starts a sum of x in place; the returned function waits for it."""
+    if group.size == 1:
+        return lambda: None
+    group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size)
+    work = dist.all_reduce(x, group=group.process_group, async_op=True)
+    return lambda: _run(group, name, work.wait)
+
+
+def broadcast(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
+    """Overwrites x with that of the group's first rank."""
+    if group.size > 1:
+        group.count(x.numel() * x.element_size())
+        _run(group, name, lambda: dist.broadcast(x, group.ranks[0], group=group.process_group))
+    return x
+
+
+def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> torch.Tensor:
+    """Every rank's x, of one shape, stacked in front: [group.size, *x.shape]."""
+    if group.size == 1:
+        return x.unsqueeze(0)
+    x = x.contiguous()
+    out = x.new_empty(group.size, *x.shape)
+    group.count(x.numel() * x.element_size() * (group.size - 1))
+    if x.numel() * x.element_size() * group.size <= _SMALL_BYTES and x.device.type == "cpu":
+        spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
+        _run(group, name, lambda: dist.all_to_all_single(out.view(group.size, -1), spread, group=group.process_group))
+    else:
+        _run(group, name, lambda: _all_gather(out.view(-1), x.view(-1), group=group.process_group))
+    return out
+
+
+def gather_equal_async(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> tuple[torch.Tensor, Callable[[], None]]:
+    """Starts gather_equal; the second value waits for the first."""
+    if group.size == 1:
+        return x.unsqueeze(0), lambda: None
+    out = x.new_empty(group.size, *x.shape)
+    group.count(x.numel() * x.element_size() * (group.size - 1))
+    spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
+    work = dist.all_to_all_single(out.view(group.size, -1), spread, group=group.process_group, async_op=True)
+    return out, lambda: _run(group, name, work.wait)
+
+
+def all_gather_rows(x: torch.Tensor, counts: Sequence[int], group: Group, *, name: str = "all-gather") -> torch.Tensor:
+    """[counts[index], ...] of every rank -> [sum(counts), ...] in rank order; counts may differ and be 0."""
+    if group.size == 1:
+        return x
+    if min(counts) == max(counts):
+        return gather_equal(x, group, name=name).flatten(0, 1)
+    x = x.contiguous()
+    spread = x.unsqueeze(0).expand(group.size, *x.shape).reshape(-1, *x.shape[1:])
+    return all_to_all_rows(spread, [x.shape[0]] * group.size, list(counts), group, name=name)
+
+
+def all_to_all_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group, *, name: str = "all-to-all") -> torch.Tensor:
+    """Sends sent[i] rows to the i-th rank and receives received[i] from it: [sum(sent), ...] -> [sum(received), ...]."""
+    if group.size == 1:
+        return x
+    x = x.contiguous()
+    out = x.new_empty(sum(received), *x.shape[1:])
+    row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else 0)
+    group.count((sum(sent) - sent[group.index]) * row_bytes)
+    _run(group, name, lambda: dist.all_to_all_single(out, x, received, sent, group=group.process_group))
+    return out
+
+
+def reduce_scatter_rows(x: torch.Tensor, counts: Sequence[int], group: Group, *, name: str = "reduce-scatter") -> torch.Tensor:
+    """[sum(counts), ...] of every rank -> the sum of this rank's rows, added in rank order on every rank."""
+    if group.size == 1:
+        return x
+    mine = counts[group.index]
+    parts = all_to_all_rows(x, list(counts), [mine] * group.size, group, name=name)
+    return parts.view(group.size, mine, *x.shape[1:]).sum(0)
+
+
+def reduce_scatter_equal(x: torch.Tensor, group: Group, *, name: str = "reduce-scatter") -> torch.Tensor:
+    """The sum over the ranks of this rank's equal part of a flat x."""
+    if group.size == 1:
+        return x
+    out = x.new_empty(x.numel() // group.size)
+    group.count(x.numel() * x.element_size() * (group.size - 1) / group.size)
+    _run(group, name, lambda: _reduce_scatter(out, x, group=group.process_group))
+    return out

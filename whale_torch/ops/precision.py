@@ -1,0 +1,19 @@
+"""Which dtype an op computes in."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["FLOATS", "arithmetic_dtype", "statistics_dtype"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def statistics_dtype(logits: torch.dtype | None) -> torch.dtype:
+    """Statistics are float32, and float64 for float64 logits."""
+    return torch.float64 if logits == torch.float64 else torch.float32
+
+
+def arithmetic_dtype(source: torch.dtype, destination: torch.dtype) -> torch.dtype:
+    """A cast with scale multiplies in float64 if either side is float64, else in float32."""
+    return torch.float64 if torch.float64 in (source, destination) else torch.float32

@@ -1,0 +1,94 @@
+"""What each op takes and gives: its schema, and its result's shape for tracing (the fake)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from whale_torch.ops.precision import statistics_dtype
+
+__all__ = ["COMPILED_OPS", "LIBRARY", "OPS"]
+
+# Kept alive: a Library unregisters what it defined when it is collected.
+LIBRARY = Library("whale", "DEF")  # type: ignore[no-untyped-call]
+
+_LOSS_COEFS = "Tensor softmax_coef, Tensor target_coef, Tensor? smooth_coef, Tensor? class_weight"
+
+_SCHEMAS = {
+    "bucket_pack": "(Tensor[] tensors, int[] offsets, Tensor(a!) flat, float scale) -> ()",
+    "bucket_unpack": "(Tensor flat, int[] offsets, Tensor(a!)[] tensors, float scale) -> Tensor",
+    "bucket_amax": "(Tensor[] tensors) -> Tensor",
+    "softmax_stats": "(Tensor logits, Tensor target, int first_class, Tensor? class_weight, bool smoothing) -> Tensor",
+    "softmax_grad": f"(Tensor logits, Tensor lse, Tensor target, int first_class, {_LOSS_COEFS}) -> Tensor",
+    "softmax_grad_": f"(Tensor(a!) logits, Tensor lse, Tensor target, int first_class, {_LOSS_COEFS}) -> ()",
+    "linear_softmax_stats": (
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int first_class, Tensor? class_weight, "
+        "bool smoothing, int chunk) -> Tensor"
+    ),
+    "linear_softmax_grad": (
+        f"(Tensor x, Tensor weight, Tensor? bias, Tensor lse, Tensor target, int first_class, {_LOSS_COEFS}, "
+        "int chunk) -> (Tensor, Tensor, Tensor)"
+    ),
+}
+
+OPS = tuple(_SCHEMAS)
+# The linear ops loop over matmuls and the softmax ops in Python on every device: there is nothing to compile.
+COMPILED_OPS = tuple(name for name in OPS if not name.startswith("linear_"))
+
+for _name, _schema in _SCHEMAS.items():
+    LIBRARY.define(_name + _schema)  # type: ignore[no-untyped-call]
+
+
+def _fake_bucket_pack(tensors: list[Tensor], offsets: list[int], flat: Tensor, scale: float) -> None:
+    return None
+
+
+def _fake_bucket_unpack(flat: Tensor, offsets: list[int], tensors: list[Tensor], scale: float) -> Tensor:
+    return flat.new_empty((), dtype=statistics_dtype(None))
+
+
+def _fake_bucket_amax(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty((), dtype=statistics_dtype(None))
+
+
+def _fake_softmax_stats(
+    logits: Tensor, target: Tensor, first_class: int, class_weight: Tensor | None, smoothing: bool
+) -> Tensor:
+    return logits.new_empty((4, logits.shape[0]), dtype=statistics_dtype(logits.dtype))
+
+
+def _fake_softmax_grad(logits: Tensor, *arguments: object) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _fake_softmax_grad_(logits: Tensor, *arguments: object) -> None:
+    return None
+
+
+def _fake_linear_softmax_stats(x: Tensor, *arguments: object) -> Tensor:
+    return x.new_empty((4, x.shape[0]), dtype=statistics_dtype(x.dtype))
+
+
+def _fake_linear_softmax_grad(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    dbias = weight.new_empty((0,)) if bias is None else bias.new_empty(bias.shape)
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "bucket_pack": _fake_bucket_pack,
+    "bucket_unpack": _fake_bucket_unpack,
+    "bucket_amax": _fake_bucket_amax,
+    "softmax_stats": _fake_softmax_stats,
+    "softmax_grad": _fake_softmax_grad,
+    "softmax_grad_": _fake_softmax_grad_,
+    "linear_softmax_stats": _fake_linear_softmax_stats,
+    "linear_softmax_grad": _fake_linear_softmax_grad,
+}
+
+for _name, _fake in _FAKES.items():
+    register_fake(f"whale::{_name}", _fake, lib=LIBRARY)

@@ -1,0 +1,1 @@
+"""Plan: annotations and a description of the cluster in, one frozen plan out. Nothing here communicates."""

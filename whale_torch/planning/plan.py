@@ -1,0 +1,193 @@
+"""The plan: the whole decision as frozen data, JSON out and in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whale_torch.annotation import Annotation
+from whale_torch.cluster import Cluster
+from whale_torch.errors import PlanError
+from whale_torch.planning.placement import VirtualDevice
+from whale_torch.planning.render import render
+from whale_torch.planning.rules import Cut
+from whale_torch.planning.taskgraph import TaskGraph
+
+__all__ = ["GatherRecord", "Plan", "Reduce", "Traffic"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Gradients averaged together: those of one VirtualDevice with the same options.
+
+    wire: dtype name on the wire. algorithm: "flat" or "hierarchical". gradient_bytes: of one rank, in the gradients' dtype.
+    """
+
+    device: str
+    wire: str | None
+    algorithm: str
+    bucket_bytes: int
+    max_in_flight: int
+    parameters: tuple[str, ...]
+    gradient_bytes: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends in a training step for one purpose."""
+
+    what: str
+    where: str
+    sent_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class GatherRecord:
+    """An implicit gather of a split's output that happened: operation, the user's file:line, how often, bytes."""
+
+    operation: str
+    site: str
+    count: int
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model runs on a cluster.
+
+    feed_size: neighbouring ranks that are fed the same batch. rows_per_rank: rows that byte counts assume.
+    parameters: (name, shape) of every parameter in order, to tell whether a saved plan fits a model.
+    gathers: what a running model gathered implicitly so far; no part of the decision.
+    """
+
+    cluster: Cluster
+    feed_size: int
+    taskgraphs: tuple[TaskGraph, ...]
+    devices: tuple[VirtualDevice, ...]
+    cuts: tuple[Cut, ...]
+    reduces: tuple[Reduce, ...]
+    traffic: tuple[Traffic, ...]
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    rows_per_rank: int
+    batch_dim: int = 0
+    loss: str = "mean"
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    gathers: tuple[GatherRecord, ...] = field(default=(), compare=False)
+
+    @property
+    def world(self) -> int:
+        return self.cluster.num_ranks
+
+    @property
+    def num_feeds(self) -> int:
+        """How many times one rank's batch the global batch is."""
+        return self.world // self.feed_size
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends in a training step."""
+        return sum(traffic.sent_bytes for traffic in self.traffic)
+
+    def device(self, name: str) -> VirtualDevice:
+        return next(device for device in self.devices if device.name == name)
+
+    def digest(self) -> str:
+        """A hash of the decision: equal on every rank that decided the same."""
+        data = json.loads(self.to_json())
+        for graph in data["taskgraphs"]:
+            for annotation in graph["annotations"]:
+                del annotation["site"]  # a path, seen from each rank's own working directory
+        return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The decision as JSON text; Plan.from_json reads it."""
+        return json.dumps(
+            {
+                "format": _FORMAT,
+                "cluster": self.cluster.to_json(),
+                "feed_size": self.feed_size,
+                "taskgraphs": [_graph_to_json(graph) for graph in self.taskgraphs],
+                "devices": [asdict(device) for device in self.devices],
+                "cuts": [cut.to_json() for cut in self.cuts],
+                "reduces": [asdict(reduce) for reduce in self.reduces],
+                "traffic": [asdict(traffic) for traffic in self.traffic],
+                "parameters": [[name, list(shape)] for name, shape in self.parameters],
+                "rows_per_rank": self.rows_per_rank,
+                "batch_dim": self.batch_dim,
+                "loss": self.loss,
+                "parameter_bytes": self.parameter_bytes,
+                "gradient_bytes": self.gradient_bytes,
+            },
+            indent=indent,
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Reads to_json's text. Raises PlanError where it is no plan of this version."""
+        try:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise PlanError(f"the plan has format {data['format']}, this version reads {_FORMAT}.", fix="make it again with wh.plan(model)")
+            return Plan(
+                cluster=Cluster.from_json(data["cluster"]),
+                feed_size=data["feed_size"],
+                taskgraphs=tuple(_graph_from_json(graph) for graph in data["taskgraphs"]),
+                devices=tuple(VirtualDevice(**device) for device in data["devices"]),
+                cuts=tuple(Cut.from_json(cut) for cut in data["cuts"]),
+                reduces=tuple(Reduce(**{**reduce, "parameters": tuple(reduce["parameters"])}) for reduce in data["reduces"]),
+                traffic=tuple(Traffic(**traffic) for traffic in data["traffic"]),
+                parameters=tuple((name, tuple(shape)) for name, shape in data["parameters"]),
+                rows_per_rank=data["rows_per_rank"],
+                batch_dim=data["batch_dim"],
+                loss=data["loss"],
+                parameter_bytes=data["parameter_bytes"],
+                gradient_bytes=data["gradient_bytes"],
+            )
+        except (KeyError, TypeError, json.JSONDecodeError, AssertionError) as error:
+            raise PlanError(f"this is no saved plan: {type(error).__name__}: {error}", fix="write it with plan.save(path)") from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as readable JSON."""
+        Path(path).write_text(self.to_json(indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads a plan that `save` wrote."""
+        return Plan.from_json(Path(path).read_text())
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def _graph_to_json(graph: TaskGraph) -> dict[str, Any]:
+    annotations = [
+        {"kind": a.kind, "options": [[k, _option_to_json(v)] for k, v in a.options], "site": a.site, "entry": a.entry}
+        for a in graph.annotations
+    ]
+    return asdict(graph) | {"annotations": annotations}
+
+
+def _graph_from_json(data: dict[str, Any]) -> TaskGraph:
+    annotations = tuple(
+        Annotation(a["kind"], tuple((k, _option_from_json(v)) for k, v in a["options"]), a["site"], a["entry"]) for a in data["annotations"]
+    )
+    return TaskGraph(**{**data, "annotations": annotations, "modules": tuple(data["modules"])})
+
+
+def _option_to_json(value: object) -> object:
+    return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else value
+
+
+def _option_from_json(value: Any) -> object:
+    if isinstance(value, dict):
+        return getattr(torch, value["dtype"])
+    return tuple(tuple(v) if isinstance(v, list) else v for v in value) if isinstance(value, list) else value

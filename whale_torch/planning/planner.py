@@ -1,0 +1,256 @@
+"""The planner: a pure function of annotated model and cluster; equal inputs give equal plans on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale_torch.annotation import Annotation
+from whale_torch.cluster import Cluster
+from whale_torch.errors import PlanError
+from whale_torch.planning.cost import all_reduce_bytes, split_bytes
+from whale_torch.planning.layout import Shard
+from whale_torch.planning.placement import VirtualDevice
+from whale_torch.planning.plan import Plan, Reduce, Traffic
+from whale_torch.planning.rules import Cut, RuleContext, linear_roles, rule_of
+from whale_torch.planning.taskgraph import Grouping, TaskGraph, group_modules
+
+__all__ = ["make_plan"]
+
+DEFAULT_BUCKET_BYTES = 4 << 20
+DEFAULT_MAX_IN_FLIGHT = 8
+DEFAULT_ROWS = 32
+
+
+def make_plan(model: nn.Module, cluster: Cluster, *, default: tuple[Annotation, ...] = (), rows_per_rank: int | None = None) -> Plan:
+    """Plans an annotated model on a cluster without running anything.
+
+    rows_per_rank: samples a feed brings in a step, for byte counts only.
+    Raises AnnotationError and PlanError, with the same text on every rank.
+    """
+    grouping = group_modules(model, default)
+    feed_size = _feed_size(grouping, cluster)
+    graphs, devices = _place(grouping, cluster, feed_size)
+    cuts = _cut(model, grouping, graphs, {device.name: device for device in devices})
+    shards, owner = _shards(model, cuts, grouping, graphs)
+    reduces = _reduces(model, shards, owner, graphs, {device.name: device for device in devices}, cluster)
+    rows = DEFAULT_ROWS if rows_per_rank is None else rows_per_rank
+    by_name = {device.name: device for device in devices}
+    device_of_cut = {cut.module: by_name[graphs[grouping.graph_of[cut.module]].device] for cut in cuts}
+    held = sum(_local_numel(p, shards.get(n)) * p.element_size() for n, p in model.named_parameters())
+    trained = sum(_local_numel(p, shards.get(n)) * p.element_size() for n, p in model.named_parameters() if p.requires_grad)
+    return Plan(
+        cluster=cluster,
+        feed_size=feed_size,
+        taskgraphs=tuple(_with_sizes(graph, model, grouping) for graph in graphs),
+        devices=devices,
+        cuts=tuple(cuts),
+        reduces=reduces,
+        traffic=_traffic(cuts, device_of_cut, reduces, by_name, rows),
+        parameters=tuple((name, tuple(p.shape)) for name, p in model.named_parameters()),
+        rows_per_rank=rows,
+        batch_dim=_one_option(graphs, "batch_dim", 0),
+        loss=_one_option(graphs, "loss", "mean"),
+        parameter_bytes=held,
+        gradient_bytes=trained,
+    )
+
+
+def _split_size(graph: TaskGraph, cluster: Cluster) -> int:
+    """Ranks of a split. Raises PlanError where they do not cut the world."""
+    asked = graph.option("split", "size")
+    nested = any(a.kind == "replica" for a in graph.annotations)
+    if asked is None and nested:
+        asked = cluster.ranks_per_node
+        if asked is None:
+            raise PlanError(
+                f"{graph.label}: nodes have {list(cluster.ranks_of_nodes)} ranks, so a split inside a replica has no natural size.",
+                where=graph.site, fix="name it: wh.split(size=...)",
+            )  # fmt: skip
+    size = cluster.num_ranks if asked is None else int(str(asked))
+    if size > cluster.num_ranks or cluster.num_ranks % size:
+        divisors = [d for d in range(1, cluster.num_ranks + 1) if cluster.num_ranks % d == 0]
+        raise PlanError(
+            f"{graph.label}: {cluster.num_ranks} ranks cannot be cut into groups of {size}.",
+            where=graph.site, fix=f"choose a size that divides {cluster.num_ranks}: {', '.join(map(str, divisors))}",
+        )  # fmt: skip
+    return size
+
+
+def _rows_mode(graph: TaskGraph) -> str:
+    asked = graph.option("split", "rows")
+    if asked is not None:
+        return str(asked)
+    return "shared" if any(a.kind == "replica" for a in graph.annotations) else "own"
+
+
+def _feed_size(grouping: Grouping, cluster: Cluster) -> int:
+    """Neighbouring ranks that are fed the same batch: the largest split with shared rows; smaller ones must divide it."""
+    shared = [(_split_size(g, cluster), g) for g in grouping.graphs if g.kind == "split" and _rows_mode(g) == "shared"]
+    if not shared:
+        return 1
+    largest, by = max(shared, key=lambda pair: pair[0])
+    for graph in (g for g in grouping.graphs if g.kind == "split"):
+        size = _split_size(graph, cluster)
+        if largest % size and size % largest:
+            raise PlanError(
+                f"{graph.label} has size {size}, {by.label} shares rows over {largest}: neither divides the other.",
+                where=f"{graph.site} and {by.site}", fix=f"choose sizes of which one divides the other, as {largest} and {2 * largest}",
+            )  # fmt: skip
+    return largest
+
+
+def _place(grouping: Grouping, cluster: Cluster, feed_size: int) -> tuple[list[TaskGraph], tuple[VirtualDevice, ...]]:
+    world = cluster.num_ranks
+    devices: dict[str, VirtualDevice] = {"replica": VirtualDevice("replica", world, 1, feed_size)}
+    graphs = []
+    for graph in grouping.graphs:
+        name = "replica"
+        if graph.kind == "split":
+            size = _split_size(graph, cluster)
+            name = f"split{size}"
+            devices.setdefault(name, VirtualDevice(name, world, size, feed_size))
+        graphs.append(replace(graph, device=name))
+    return graphs, tuple(devices.values())
+
+
+def _cut(model: nn.Module, grouping: Grouping, graphs: list[TaskGraph], devices: dict[str, VirtualDevice]) -> list[Cut]:
+    """Asks the rules, module by module in order; a rule that takes a whole module over answers for its members."""
+    names = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+    roles: dict[int, dict[nn.Module, str]] = {graph.index: {} for graph in graphs}
+    for parent in model.modules():
+        for graph in graphs:
+            if graph.kind == "split":
+                members = [c for c in parent.children() if grouping.graph_of.get(names[c]) == graph.index]
+                forced = graph.option("split", "cut")
+                roles[graph.index] |= linear_roles(members, None if forced is None else str(forced))
+    cuts: list[Cut] = []
+    done: list[str] = []
+    for name, module in model.named_modules():
+        graph = graphs[grouping.graph_of[name]]
+        if graph.kind != "split" or any(name == d or name.startswith(d + ".") for d in done):
+            continue
+        if name == "" and not isinstance(module, nn.Linear) and not module._parameters:
+            continue
+        rule = rule_of(module, name, graph.site)
+        if rule is None:
+            continue
+        linear = roles[graph.index]
+        columns = frozenset(id(m.weight) for m, role in linear.items() if role == "columns" and isinstance(m, nn.Linear))
+        found = rule.plan(module, name, RuleContext(devices[graph.device].size, graph.site, linear, columns))
+        cuts += found
+        if rule.whole:
+            done.append(name)
+    return cuts
+
+
+def _shards(model: nn.Module, cuts: list[Cut], grouping: Grouping, graphs: list[TaskGraph]) -> tuple[dict[str, Shard], dict[str, int]]:
+    """Shard of every cut parameter by its first name, and the TaskGraph of every parameter.
+
+    Raises PlanError for a parameter that is cut in one place and whole, or cut otherwise, in another.
+    """
+    first: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, tuple[Shard | None, str, int]] = {}
+    cut_of = {f"{cut.module}.{key}" if cut.module else key: shard for cut in cuts for key, shard in cut.shards}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            here = f"{module_name}.{key}" if module_name else key
+            graph = grouping.graph_of.get(module_name)
+            if graph is None:  # the same module under a second name
+                continue
+            name, shard = first[id(parameter)], cut_of.get(here)
+            size = graphs[graph].device
+            if name in found and (found[name][0] != shard or graphs[found[name][2]].device != size and shard is not None):
+                raise PlanError(
+                    f"parameter '{name}' is tied to '{here}', but one is {_told(found[name][0])} and the other {_told(shard)}.",
+                    where=f"{graphs[found[name][2]].site} and {graphs[graph].site}",
+                    fix="put both modules into one wh.split() scope, or both outside",
+                )
+            found.setdefault(name, (shard, here, graph))
+    return {n: shard for n, (shard, _, _) in found.items() if shard is not None}, {n: graph for n, (_, _, graph) in found.items()}
+
+
+def _told(shard: Shard | None) -> str:
+    return "whole" if shard is None else f"cut along dimension {shard.dim} in {shard.num_ranks}"
+
+
+def _local_numel(parameter: torch.Tensor, shard: Shard | None) -> int:
+    """Elements of the largest part that a rank holds."""
+    return parameter.numel() if shard is None else max(torch.Size(shard.local_shape(i)).numel() for i in (0, shard.num_ranks - 1))
+
+
+def _reduces(
+    model: nn.Module, shards: dict[str, Shard], owner: dict[str, int], graphs: list[TaskGraph],
+    devices: dict[str, VirtualDevice], cluster: Cluster,
+) -> tuple[Reduce, ...]:  # fmt: skip
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        graph = graphs[owner[name]]
+        device = devices[graph.device] if name in shards else devices["replica"]
+        if not parameter.requires_grad or device.world == device.size:
+            continue
+        wire = graph.option("replica", "reduce_dtype")
+        wire_name = None if wire is None or wire is parameter.dtype else str(wire).removeprefix("torch.")
+        key = (
+            device.name, wire_name, _algorithm(str(graph.option("replica", "all_reduce", "auto")), device, cluster, graph),
+            graph.option("replica", "bucket_bytes") or DEFAULT_BUCKET_BYTES,
+            graph.option("replica", "max_in_flight") or DEFAULT_MAX_IN_FLIGHT, parameter.dtype,
+        )  # fmt: skip
+        groups.setdefault(key, []).append(name)
+    out = []
+    for (device_name, wire_name, algorithm, bucket_bytes, in_flight, dtype), names in groups.items():
+        elements = sum(_local_numel(parameters[n], shards.get(n)) for n in names)
+        wire_bytes = elements * (getattr(torch, wire_name) if wire_name else dtype).itemsize
+        out.append(Reduce(device_name, wire_name, algorithm, bucket_bytes, in_flight, tuple(names), elements * dtype.itemsize, wire_bytes))
+    return tuple(out)
+
+
+def _algorithm(asked: str, device: VirtualDevice, cluster: Cluster, graph: TaskGraph) -> str:
+    """flat or hierarchical: two levels pay where the copies sit on several nodes, several and equally many on each."""
+    nodes = [tuple(cluster.node_of(rank) for rank in block) for block in device.copies]
+    counts = [{node: block.count(node) for node in block} for block in nodes]
+    possible = all(len(c) > 1 and len(set(c.values())) == 1 and next(iter(c.values())) > 1 for c in counts)
+    if asked == "hierarchical" and not possible and device.name == "replica":
+        raise PlanError(
+            f"{graph.label} asks for a hierarchical all-reduce, but {cluster} does not have several nodes of several, equally many ranks.",
+            where=graph.site, fix='use all_reduce="auto" or "flat"',
+        )  # fmt: skip
+    return "hierarchical" if possible and asked != "flat" else "flat"
+
+
+def _traffic(
+    cuts: list[Cut], device_of: dict[str, VirtualDevice], reduces: tuple[Reduce, ...], devices: dict[str, VirtualDevice], rows: int
+) -> tuple[Traffic, ...]:
+    out = [Traffic("gradients", r.device, all_reduce_bytes(r.wire_bytes, len(devices[r.device].copies[0]))) for r in reduces]
+    for cut in cuts:
+        moved = split_bytes(cut, device_of[cut.module], rows, 4)
+        if moved:
+            out.append(Traffic("rows in and out", cut.module, moved))
+    return tuple(out)
+
+
+def _with_sizes(graph: TaskGraph, model: nn.Module, grouping: Grouping) -> TaskGraph:
+    seen: dict[int, int] = {}
+    for name, module in model.named_modules():
+        if grouping.graph_of[name] == graph.index:
+            seen |= {id(p): p.numel() for p in module._parameters.values() if p is not None}
+    return replace(graph, num_parameters=sum(seen.values()))
+
+
+def _one_option(graphs: list[TaskGraph], name: str, default: Any) -> Any:
+    """An option that holds for the whole model. Raises PlanError where scopes differ."""
+    found = {graph.index: graph.option("replica", name, default) for graph in graphs if any(a.kind == "replica" for a in graph.annotations)}
+    values = set(found.values())
+    if len(values) > 1:
+        (i, a), (j, b) = next((x, y) for x in found.items() for y in found.items() if x[1] != y[1])
+        raise PlanError(
+            f"{name} is {a!r} at {graphs[i].site} and {b!r} at {graphs[j].site}; a model has one.",
+            where=f"{graphs[i].site} and {graphs[j].site}", fix=f"give every wh.replica the same {name}",
+        )  # fmt: skip
+    return values.pop() if values else default

@@ -1,0 +1,98 @@
+"""TaskGraphs: the modules of a model grouped by the annotation that acts on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from whale_torch.annotation import Annotation, effective_annotations
+from whale_torch.errors import PlanError
+
+__all__ = ["Grouping", "TaskGraph", "group_modules"]
+
+_RUNS = ("replica", "split")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGraph:
+    """A maximal set of modules under one annotation: the unit of planning and of error messages.
+
+    index: in module order. kind: "replica" or "split". annotations: outer to inner. modules: names of its topmost modules.
+    device: name of its VirtualDevice. num_parameters: whole ones, counted once.
+    """
+
+    index: int
+    kind: str
+    annotations: tuple[Annotation, ...]
+    modules: tuple[str, ...]
+    device: str = ""
+    num_parameters: int = 0
+
+    @property
+    def site(self) -> str:
+        return self.annotations[-1].site if self.annotations else "the default of wh.parallelize"
+
+    @property
+    def label(self) -> str:
+        names = ", ".join(self.modules[:3]) + (", ..." if len(self.modules) > 3 else "")
+        return f"TaskGraph {self.index} ({self.annotations[-1].call if self.annotations else 'wh.replica()'} of '{names}')"
+
+    def option(self, kind: str, name: str, default: object = None) -> object:
+        """An option of the innermost annotation of this kind."""
+        for annotation in reversed(self.annotations):
+            if annotation.kind == kind:
+                return annotation.get(name, default)
+        return default
+
+
+@dataclass
+class Grouping:
+    """Modules of each TaskGraph before devices are known: topmost names, and every member's graph."""
+
+    graphs: list[TaskGraph] = field(default_factory=list)
+    graph_of: dict[str, int] = field(default_factory=dict)
+
+
+def group_modules(model: nn.Module, default: tuple[Annotation, ...]) -> Grouping:
+    """Groups modules by their effective annotations; what no scope names runs under `default`.
+
+    Raises AnnotationError for scopes that do not nest, PlanError for strategies that this version does not run.
+    """
+    effective = effective_annotations(model, complete=True)
+    keys: dict[tuple[int, ...], int] = {}
+    roots: list[list[str]] = []
+    kinds: list[tuple[Annotation, ...]] = []
+    grouping = Grouping()
+    numbers: dict[int, int] = {}
+
+    def renumber(annotation: Annotation) -> Annotation:
+        """Entries count in module order, so that ranks agree whatever each of them built before."""
+        return replace(annotation, entry=numbers.setdefault(annotation.entry, len(numbers)))
+
+    for name, found in effective.items():
+        acting = tuple(renumber(a) for a in found) if found else default
+        _check_runs(acting)
+        key = tuple(annotation.entry for annotation in found)
+        index = keys.setdefault(key, len(keys))
+        if index == len(roots):
+            roots.append([])
+            kinds.append(acting)
+        parent = name.rpartition(".")[0]
+        if not name or grouping.graph_of[parent] != index:
+            roots[index].append(name)
+        grouping.graph_of[name] = index
+    for index, (names, acting) in enumerate(zip(roots, kinds, strict=True)):
+        inner = [a for a in acting if a.kind in _RUNS]
+        grouping.graphs.append(TaskGraph(index, inner[-1].kind if inner else "replica", acting, tuple(names)))
+    return grouping
+
+
+def _check_runs(annotations: tuple[Annotation, ...]) -> None:
+    for annotation in annotations:
+        if annotation.kind not in _RUNS:
+            raise PlanError(
+                f"{annotation.call} is annotated, but this version runs wh.replica and wh.split only.",
+                where=annotation.site,
+                fix=f"remove the wh.{annotation.kind} scope",
+            )

@@ -1,0 +1,309 @@
+"""Scopes: `wh.replica()`, `wh.split()`, ...; each is a context manager, a decorator and a function on a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast, overload
+
+import torch
+
+from whale_torch.by_name import annotate
+from whale_torch.capture import Scope, call_site
+from whale_torch.errors import AnnotationError
+
+__all__ = ["Scope", "annotate", "auto_parallel", "cpu_offload", "pipeline", "recompute", "replica", "split", "stage"]
+
+T = TypeVar("T", bound=Callable[..., object])
+
+
+@overload
+def replica(
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    bucket_bytes: int | None = None,
+    max_in_flight: int | None = None,
+    all_reduce: Literal["auto", "flat", "hierarchical"] = "auto",
+    sync_batch_norm: bool = False,
+    loss: Literal["mean", "sum"] = "mean",
+    batch_dim: int = 0,
+) -> Scope: ...
+@overload
+def replica(
+    target: T,
+    /,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    bucket_bytes: int | None = None,
+    max_in_flight: int | None = None,
+    all_reduce: Literal["auto", "flat", "hierarchical"] = "auto",
+    sync_batch_norm: bool = False,
+    loss: Literal["mean", "sum"] = "mean",
+    batch_dim: int = 0,
+) -> T: ...
+def replica(
+    target: object = None,
+    /,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    bucket_bytes: int | None = None,
+    max_in_flight: int | None = None,
+    all_reduce: Literal["auto", "flat", "hierarchical"] = "auto",
+    sync_batch_norm: bool = False,
+    loss: Literal["mean", "sum"] = "mean",
+    batch_dim: int = 0,
+) -> object:
+    """Every rank holds these modules whole, on its own samples; gradients are the true mean over all samples.
+
+    reduce_dtype: what gradients travel in: float32, bfloat16 (error 3-5e-3) or float16 (4-6e-4, cannot overflow).
+    bucket_bytes, max_in_flight: bytes of a gradient bucket, and buckets under way at once; their product bounds memory.
+    all_reduce: "hierarchical" reduces inside a node first; "auto" decides by the links.
+    sync_batch_norm: BatchNorm takes its statistics over all replicas.
+    loss: "sum" where the loss is a sum over samples, so that gradients are summed and not averaged.
+    batch_dim: the dim of an input that counts samples.
+
+    One process and n ranks agree but for three named exceptions: BatchNorm is local unless `sync_batch_norm=True`
+    (then exact); outside every scope a mean over ignored or weighted labels is the row-weighted mean of the ranks'
+    own means (a loss module built inside a scope is exact); a sum-loss needs `loss="sum"`.
+
+    Raises: AnnotationError for a value outside these, and for an illegal nesting.
+    Reference: Whale (arXiv 2011.09208), `replica`.
+    """
+    given = {
+        "reduce_dtype": reduce_dtype,
+        "bucket_bytes": bucket_bytes,
+        "max_in_flight": max_in_flight,
+        "all_reduce": all_reduce,
+        "sync_batch_norm": sync_batch_norm,
+        "loss": loss,
+        "batch_dim": batch_dim,
+    }
+    return _scope("replica", target, given)
+
+
+@overload
+def split(
+    *,
+    size: int | None = None,
+    rows: Literal["own", "shared"] | None = None,
+    output: Literal["columns"] | None = None,
+    cut: Literal["columns", "rows"] | None = None,
+    gather: Literal["error"] | None = None,
+    chunked_loss: bool = False,
+) -> Scope: ...
+@overload
+def split(
+    target: T,
+    /,
+    *,
+    size: int | None = None,
+    rows: Literal["own", "shared"] | None = None,
+    output: Literal["columns"] | None = None,
+    cut: Literal["columns", "rows"] | None = None,
+    gather: Literal["error"] | None = None,
+    chunked_loss: bool = False,
+) -> T: ...
+def split(
+    target: object = None,
+    /,
+    *,
+    size: int | None = None,
+    rows: Literal["own", "shared"] | None = None,
+    output: Literal["columns"] | None = None,
+    cut: Literal["columns", "rows"] | None = None,
+    gather: Literal["error"] | None = None,
+    chunked_loss: bool = False,
+) -> object:
+    """Each rank of a group holds a share of these modules' parameters; what they compute is that of one process.
+
+    size: ranks of a group; None is the ranks of a node where rows are shared, all ranks of the stage where not.
+    rows: "own" (each rank brings its own samples; they are gathered where the split begins) or "shared" (the ranks
+        are one replica and are fed the same batch). None is "shared" directly inside a `wh.replica()`, else "own".
+    output: "columns" returns `Columns` in eval mode and under no_grad too, where plain tensors are the default.
+    cut: how linear layers are cut, by output or by input features; None is whatever moves fewer bytes.
+    gather: "error" forbids implicit gathers of columns; without it the plan lists those that happened.
+    chunked_loss: computes the classifier and its cross entropy in chunks of rows, for less memory.
+
+    Shapes: in training the output is a `Columns`: its shape is the logical one (own rows, all features), `.local` is
+    this rank's shard, `.rows()` gathers. Element-wise ops, `F.cross_entropy`, argmax and top-k work across ranks.
+    Raises: AnnotationError for a value outside these, and for an illegal nesting.
+    Reference: Whale (arXiv 2011.09208), `split`.
+    """
+    given = {"size": size, "rows": rows, "output": output, "cut": cut, "gather": gather, "chunked_loss": chunked_loss}
+    return _scope("split", target, given)
+
+
+@overload
+def stage() -> Scope: ...
+@overload
+def stage(target: T, /) -> T: ...
+def stage(target: object = None, /) -> object:
+    """These modules are one stage of the pipeline around them; each entry of the scope is a stage of its own.
+
+    Raises: AnnotationError for an illegal nesting.
+    """
+    return _scope("stage", target, {})
+
+
+@overload
+def pipeline(
+    *,
+    num_micro_batches: int | None = None,
+    num_stages: int | None = None,
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None,
+    num_ranks: int | None = None,
+    micro_batch_loss: Literal["mean"] | None = None,
+    batch_dim: Mapping[str, int | None] | None = None,
+) -> Scope: ...
+@overload
+def pipeline(
+    target: T,
+    /,
+    *,
+    num_micro_batches: int | None = None,
+    num_stages: int | None = None,
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None,
+    num_ranks: int | None = None,
+    micro_batch_loss: Literal["mean"] | None = None,
+    batch_dim: Mapping[str, int | None] | None = None,
+) -> T: ...
+def pipeline(
+    target: object = None,
+    /,
+    *,
+    num_micro_batches: int | None = None,
+    num_stages: int | None = None,
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None,
+    num_ranks: int | None = None,
+    micro_batch_loss: Literal["mean"] | None = None,
+    batch_dim: Mapping[str, int | None] | None = None,
+) -> object:
+    """The stages inside run one after the other on different ranks, micro-batch by micro-batch.
+
+    num_micro_batches: parts a batch is cut into.
+    num_stages: stages to cut the model into where none is annotated.
+    schedule: order of forwards and backwards; None lets the plan choose.
+    num_ranks: ranks of one pipeline; None is the largest divisor of the world not above the number of stages.
+    micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is no mean over samples.
+    batch_dim: for inputs of the model by name, the dim that counts samples, or None where an input has none.
+
+    Raises: AnnotationError for a value outside these, and for an illegal nesting.
+    """
+    given = {
+        "num_micro_batches": num_micro_batches,
+        "num_stages": num_stages,
+        "schedule": schedule,
+        "num_ranks": num_ranks,
+        "micro_batch_loss": micro_batch_loss,
+        "batch_dim": batch_dim,
+    }
+    return _scope("pipeline", target, given)
+
+
+@overload
+def auto_parallel() -> Scope: ...
+@overload
+def auto_parallel(target: T, /) -> T: ...
+def auto_parallel(target: object = None, /) -> object:
+    """The planner decides how these modules run; what is annotated inside is a constraint.
+
+    Raises: AnnotationError where it is not the outermost parallel scope.
+    """
+    return _scope("auto_parallel", target, {})
+
+
+@overload
+def recompute() -> Scope: ...
+@overload
+def recompute(target: T, /) -> T: ...
+def recompute(target: object = None, /) -> object:
+    """These modules drop their activations and compute them again in the backward pass."""
+    return _scope("recompute", target, {})
+
+
+@overload
+def cpu_offload() -> Scope: ...
+@overload
+def cpu_offload(target: T, /) -> T: ...
+def cpu_offload(target: object = None, /) -> object:
+    """The parameters of these modules rest in host memory and visit the device where they are used."""
+    return _scope("cpu_offload", target, {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    default: object
+    legal: Callable[[Any], bool]
+    expected: str
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_batch_dims(value: object) -> bool:
+    return value is None or (
+        isinstance(value, Mapping)
+        and len(value) > 0
+        and all(isinstance(name, str) and (dim is None or _is_int(dim, 0)) for name, dim in value.items())
+    )
+
+
+def _one_of(*choices: object) -> _Option:
+    texts = [str(choice) if isinstance(choice, torch.dtype) else repr(choice) for choice in choices]
+    return _Option(
+        choices[0],
+        lambda value: any(type(value) is type(choice) and value == choice for choice in choices),
+        f"{', '.join(texts[:-1])} or {texts[-1]}",
+    )
+
+
+_COUNT = _Option(None, lambda value: value is None or _is_int(value, 1), "a positive whole number or None")
+_FLAG = _one_of(False, True)
+_DIM = _Option(0, lambda value: _is_int(value, 0), "a whole number, 0 or more")
+_BATCH_DIMS = _Option(None, _is_batch_dims, "a dict of input names to a dim (0 or more) or None")
+
+_OPTIONS: dict[str, dict[str, _Option]] = {
+    "replica": {
+        "reduce_dtype": _one_of(None, torch.float32, torch.bfloat16, torch.float16),
+        "bucket_bytes": _COUNT,
+        "max_in_flight": _COUNT,
+        "all_reduce": _one_of("auto", "flat", "hierarchical"),
+        "sync_batch_norm": _FLAG,
+        "loss": _one_of("mean", "sum"),
+        "batch_dim": _DIM,
+    },
+    "split": {
+        "size": _COUNT,
+        "rows": _one_of(None, "own", "shared"),
+        "output": _one_of(None, "columns"),
+        "cut": _one_of(None, "columns", "rows"),
+        "gather": _one_of(None, "error"),
+        "chunked_loss": _FLAG,
+    },
+    "pipeline": {
+        "num_micro_batches": _COUNT,
+        "num_stages": _COUNT,
+        "schedule": _one_of(None, "gpipe", "1f1b", "interleaved", "zero_bubble"),
+        "num_ranks": _COUNT,
+        "micro_batch_loss": _one_of(None, "mean"),
+        "batch_dim": _BATCH_DIMS,
+    },
+}
+
+
+def _scope(kind: str, target: object, given: Mapping[str, object]) -> object:
+    site = call_site()
+    options: dict[str, object] = {}
+    for name, value in given.items():
+        option = _OPTIONS[kind][name]
+        if not option.legal(value):
+            raise AnnotationError(
+                f"wh.{kind}({name}={value!r}): {name} must be {option.expected}.",
+                where=site,
+                fix=f"give one of these, or leave {name} out (its default is {option.default!r}).",
+            )
+        if value != option.default:
+            options[name] = tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+    scope = Scope(kind, tuple(sorted(options.items())), site)
+    return scope if target is None else scope(cast(Callable[..., object], target))

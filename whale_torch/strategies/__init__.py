@@ -1,0 +1,1 @@
+"""Strategies: what each parallelism does to modules."""

@@ -1,0 +1,72 @@
+"""The weight gradient of a large split layer, computed last: it fills the time while the features' gradients travel.
+
+An autograd node made when the model's forward starts is older than every other, so the engine runs it last. Public
+autograd only; the same cut of input and weight gradient is what zero-bubble pipelines need (arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["Delay", "delayed_linear"]
+
+
+class _Old(torch.autograd.Function):
+    """Made first, so run last: turns what the layer's backward left behind into weight and bias gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, left: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.left, ctx.has_bias = left, bias is not None
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        weight_grad: Tensor | None = None
+        bias_grad: Tensor | None = None
+        while ctx.left:
+            x, grad = ctx.left.pop()
+            weight_grad = grad.t() @ x if weight_grad is None else weight_grad.addmm_(grad.t(), x)
+            if ctx.has_bias:
+                bias_grad = grad.sum(0) if bias_grad is None else bias_grad + grad.sum(0)
+        return weight_grad, bias_grad, None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, left: list[tuple[Tensor, Tensor]]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.left = left
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.left.append((x, grad))
+        return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, grad.new_zeros(()), None
+
+
+class Delay:
+    """One forward's delayed gradient of one layer: made as the forward starts."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self._left: list[tuple[Tensor, Tensor]] = []
+        self._token = _Old.apply(weight, bias, self._left)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """F.linear of x [N, D] whose weight and bias gradients come at the end of backward."""
+        out: Tensor = _Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), self._token, self._left)
+        return out
+
+
+def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
+    """F.linear, delayed where a delay was made and nothing casts in between."""
+    if delay is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        return F.linear(x, weight, bias)
+    return delay.linear(x, weight, bias)
