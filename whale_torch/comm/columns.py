@@ -141,9 +141,8 @@ class Columns(Tensor):
         place, region = self.place, self.place.region
         counts = region.agree(operation, place.counts[region.rows.index])
         local = self.local
-        tail = local[0:1, 0:1].numel() if local.numel() else int(torch.Size(place.tail).numel())
-        widths = [width * tail for width in place.widths]
-        flat = ColumnsToRows.apply(local.reshape(local.shape[0], -1), counts, widths, region)
+        widths = [width * torch.Size(place.tail).numel() for width in place.widths]
+        flat = ColumnsToRows.apply(local.reshape(local.shape[0], widths[region.columns.index]), counts, widths, region)
         if place.call is not None:
             flat = deliver(flat, place.call)
         return flat.reshape(place.shape)

@@ -194,7 +194,8 @@ def _digest(inputs: list[Tensor]) -> int:
     for t in inputs:
         data = t.detach()
         bits = data.to(torch.uint8) if data.dtype == torch.bool else data
-        total = (total * 1000003 + int(torch.hash_tensor(bits).item()) + hash(tuple(t.shape))) & 0x7FFFFFFFFFFFFFFF
+        hashed = int(torch.hash_tensor(bits).item()) if bits.numel() else 0
+        total = (total * 1000003 + hashed + hash(tuple(t.shape))) & 0x7FFFFFFFFFFFFFFF
     return total
 
 
