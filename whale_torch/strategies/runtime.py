@@ -111,9 +111,9 @@ class Runtime:
     def _leave(self, out: Any, call: Call | None, training: bool) -> Any:
         def one(x: Tensor) -> Tensor:
             if isinstance(x, Columns):
-                if not (training or self._keeps_columns):
-                    return x.rows()
-                return x if call is None else _deliver_columns(x, call)
+                if training or self._keeps_columns:
+                    return x if call is None else _deliver_columns(x, call)
+                x = x.rows()
             return x if call is None else deliver(x, call, weigh=self.plan.loss == "mean")
 
         return map_tensors(out, one)
