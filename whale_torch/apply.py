@@ -16,6 +16,7 @@ from whale_torch.cluster import Cluster
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError
 from whale_torch.mesh import Mesh, start
+from whale_torch.optim import guard
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
@@ -94,6 +95,7 @@ def parallelize(
     equalize(model)
     runtime = Runtime(model, made, mesh, regions, lambda: make_reducers(model, made, mesh))
     make_root(model, runtime)
+    guard.install()
     torch.manual_seed(seed + 1 + mesh.rank // made.feed_size)
     return model
 

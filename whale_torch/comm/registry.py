@@ -64,7 +64,8 @@ def refuse_to_write(place: ParameterPlace) -> CheckpointError:
         f"'{place.name}' is cut over ranks {list(place.parts.ranks)}: this rank holds {place.shard.local_shape(index)} "
         f"of {place.shard.shape}, so writing it would lose the rest.",
         where=place.site,
-        fix="state = wh.full_state_dict(model) on every rank, then write that on one",
+        fix="state = wh.full_state_dict(model) on every rank, then write that on one "
+        "(of an optimizer: each rank its own, with value.part())",
     )
 
 

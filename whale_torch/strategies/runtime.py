@@ -42,7 +42,7 @@ class CopiedRuntime:
         def leave(x: Tensor) -> Tensor:
             x = x.rows() if isinstance(x, Columns) else x
             if trained and x.requires_grad:
-                x.register_hook(_refuse_gradient)
+                x.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
             return x
 
         return map_tensors(forward(model, *args, **kwargs), leave)
