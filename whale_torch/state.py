@@ -47,7 +47,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     state = model.state_dict()
     first = {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)}
     whole: dict[int | str, Tensor] = {}
-    full = OrderedDict[str, Any]()
+    full: OrderedDict[str, Any] = OrderedDict()
     for key, value in state.items():
         if not isinstance(value, Tensor):
             full[key] = value

@@ -23,9 +23,10 @@ def pickled_as(module: nn.Module, base: type[nn.Module], dropped: tuple[str, ...
     place = first_cut(module)
     if place is not None:
         raise refuse_to_write(place)
-    reduced: tuple[Any, ...] = tuple(object.__reduce_ex__(module, 2))
-    make, (_, *arguments), state, *rest = reduced
-    return make, (base, *arguments), {key: value for key, value in state.items() if key not in dropped}, *rest
+    # protocol 1's form: from 2 on, pickle insists that the object is of the class it names
+    reduced: tuple[Any, ...] = tuple(object.__reduce_ex__(module, 1))
+    make, (_, *arguments), state = reduced
+    return make, (base, *arguments), {key: value for key, value in state.items() if key not in dropped}
 
 
 def deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
