@@ -69,7 +69,7 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
         parameter = parameters[name]
         if tuple(parameter.shape) == cut.shard.shape and tuple(parameter.shape) != cut.shard.local_shape(cut.index):
             parameter.data = cut.shard.cut(parameter.data, cut.index)
-        set_place(parameter, ParameterPlace(name, cut.copies, cut.shard, cut.parts, cut.site))
+        set_place(parameter, ParameterPlace(name, cut.copies, cut.shard, cut.parts, cut.site, mesh.everyone()))
     graph_of = {name: graph for graph in plan.taskgraphs for name in graph.modules}
     regions: dict[int, Region] = {}
     for decided in plan.cuts:
