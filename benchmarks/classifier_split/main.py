@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.classifier_split.annotated import Annotated
-from benchmarks.classifier_split.handwritten import Handwritten, NoWire, Wire
 from benchmarks.classifier_split.model import WIDTH, Task, make_features, one_process, update_error
-from benchmarks.classifier_split.peers import DataParallel, DTensorSplit
+from benchmarks.classifier_split.peers import DataParallel, DTensorSplit, Handwritten
 from benchmarks.cluster import Cluster, ClusterError
+from benchmarks.handwritten import FlatWire, NoWire
 from benchmarks.harness import Report, Summary, Trace, add_arguments, interleave, summarize
 
 __all__ = ["main"]
@@ -54,7 +54,7 @@ def _make(name: str, task: Task, rank: int) -> Variant:
     if name == "compute":
         return Handwritten(task, rank, NoWire(task.world))
     if name.startswith("hand"):
-        return Handwritten(task, rank, Wire(dtypes[name.removeprefix("hand")]))
+        return Handwritten(task, rank, FlatWire(dtypes[name.removeprefix("hand")]))
     return Annotated(task, rank, dtypes[name.removeprefix("whale")] or torch.float32)
 
 

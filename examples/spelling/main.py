@@ -1,6 +1,6 @@
 """Trains the spelling corrector and times its step beside plain DistributedDataParallel.
 
-torchrun --nproc-per-node 4 -m examples.spelling.main [--classes N|all] [--steps N] [--batch N]
+torchrun --nproc-per-node 4 -m examples.spelling.main [--classes N|all] [--steps N] [--batch N] [--compare N]
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ TIMED_STEPS = 10
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", default="5000", help="words to tell apart, or `all` (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help="training steps (default: %(default)s)")
     parser.add_argument(
         "--batch", type=int, default=256, help="misspellings a step, over all ranks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--compare", type=int, default=50_000, help="words at which a step is also timed (default: %(default)s)"
     )
     return parser.parse_args()
 
@@ -109,10 +112,12 @@ def seconds(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def compare_with_ddp(model: nn.Module, num_classes: int, letters: Tensor, target: Tensor) -> tuple[float, float]:
-    """Median seconds of a step, here and with the whole classifier on every rank; the two take turns."""
-    plain = DistributedDataParallel(nn.Sequential(Features(), nn.Linear(128, num_classes)))
-    steps = step_of(model, letters, target), step_of(plain, letters, target)
+def compare_with_ddp(num_classes: int, letters: Tensor) -> tuple[float, float]:
+    """Median seconds of a step, split and with the whole classifier on every rank; the two take turns."""
+    split = wh.parallelize(SpellingCorrector(num_classes))
+    plain = DistributedDataParallel(nn.Sequential(Features(), nn.Linear(split.head.in_features, num_classes)))
+    target = torch.randint(num_classes, (len(letters),))
+    steps = step_of(split, letters, target), step_of(plain, letters, target)
     for step in steps:
         step()  # allocates the optimizer's state
     times = [[seconds(step) for step in steps] for _ in range(TIMED_STEPS)]
@@ -145,11 +150,12 @@ def main() -> None:
         table.add_row(wrong, answer if answer == meant else f"[red]{answer}[/red]", meant)
     console.print(table)
 
-    letters, target = next(iter(loader(model, data, args.batch, shuffle=False)))
-    ours, ddp = compare_with_ddp(model, len(words), letters, target)
-    console.print(
-        f"\nA step: {1e3 * ours:.0f} ms, with DistributedDataParallel {1e3 * ddp:.0f} ms ({ddp / ours:.1f} times)."
-    )
+    letters = torch.stack([data[index][0] for index in range(args.batch // world)])
+    table = Table("words", "split", "DistributedDataParallel", "", title="Time of a training step")
+    for size in sorted({len(words), max(len(words), args.compare)}):
+        ours, ddp = compare_with_ddp(size, letters)
+        table.add_row(f"{size:,}", f"{1e3 * ours:.0f} ms", f"{1e3 * ddp:.0f} ms", f"{ddp / ours:.1f} times")
+    console.print(table)
     dist.destroy_process_group()
 
 
