@@ -229,7 +229,7 @@ def train(rank: int, n: int, case: Case, mutation: str | None = None, steps: int
 
 def _steps(model: nn.Module, case: Case, mine: slice, steps: int, n: int) -> dict[str, Any]:
     found: dict[str, Any] = {"loss": [], "grad": [], "rows": mine.stop - mine.start}
-    batches = iter(batches(case, 2 * steps * case.accumulate + 1))
+    stream = iter(batches(case, 2 * steps * case.accumulate + 1))
     optimizers = [lambda p: torch.optim.SGD(p, 0.2, momentum=0.5), lambda p: torch.optim.Adam(p, 0.02, eps=1e-3)]
     for make in optimizers:
         optimizer = make([p for p in model.parameters() if p.requires_grad])
@@ -238,14 +238,14 @@ def _steps(model: nn.Module, case: Case, mine: slice, steps: int, n: int) -> dic
             for i in range(case.accumulate):
                 quiet = n and case.no_sync and i + 1 < case.accumulate
                 with wh.no_sync(model) if quiet else contextlib.nullcontext():
-                    loss = loss_of(model, tuple(t[mine] for t in next(batches)), case)
+                    loss = loss_of(model, tuple(t[mine] for t in next(stream)), case)
                     loss.backward()
                     found["loss"].append(float(loss.detach()))
             found["grad"].append(_state(model, grad=True))
             optimizer.step()
     model.eval()
     with torch.no_grad():
-        found["out"] = model(next(batches)[0][mine])
+        found["out"] = model(next(stream)[0][mine])
     found["parameters"] = _state(model, grad=False)
     return found
 
@@ -347,7 +347,7 @@ def _own_count() -> Iterator[None]:
     """Means over ignored labels divided by the region's own count."""
     from whale_torch.comm import loss
 
-    def mine(self: Any, mine: Tensor, copies: Any, call: Any, region: Any) -> None:
+    def mine(self: Any, mine: Tensor, *_: Any) -> None:
         self.mine = mine
 
     with mock.patch.object(loss._Divisor, "__init__", mine), mock.patch.object(loss._Divisor, "__call__", lambda self: self.mine):
@@ -357,9 +357,12 @@ def _own_count() -> Iterator[None]:
 @contextlib.contextmanager
 def _own_seed() -> Iterator[None]:
     """Each rank's own loss gradient instead of the mean over the ranks that computed the loss."""
-    from whale_torch.comm import loss
+    from whale_torch.comm.bridge import MeanSeed
 
-    with mock.patch.object(loss, "mean_seed", lambda grad, region: grad * (1 + region.columns.index)):
+    def own(ctx: Any, grad: Tensor) -> Any:
+        return grad * (1 + ctx.region.columns.index), None
+
+    with mock.patch.object(MeanSeed, "backward", staticmethod(own)):
         yield
 
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from whale_torch.ops.precision import autocast_dtype
+
 __all__ = ["Delay", "delayed_linear"]
 
 
@@ -67,6 +69,6 @@ class Delay:
 
 def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
     """F.linear, delayed where a delay was made and nothing casts in between."""
-    if delay is None or not torch.is_grad_enabled() or x.is_meta or torch.is_autocast_enabled(x.device.type):
+    if delay is None or not torch.is_grad_enabled() or autocast_dtype(x.device):
         return F.linear(x, weight, bias)
     return delay.linear(x, weight, bias)
