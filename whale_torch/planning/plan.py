@@ -162,7 +162,7 @@ class Plan:
                 feed_size=data["feed_size"],
                 taskgraphs=tuple(_graph_from_json(graph) for graph in data["taskgraphs"]),
                 devices=tuple(VirtualDevice(**device) for device in data["devices"]),
-                cuts=tuple(Cut.from_json(cut) for cut in data["cuts"]),
+                cuts=tuple(_cut_from_json(cut) for cut in data["cuts"]),
                 reduces=tuple(Reduce(**{**reduce, "parameters": tuple(reduce["parameters"])}) for reduce in data["reduces"]),
                 traffic=tuple(Traffic(**traffic) for traffic in data["traffic"]),
                 parameters=tuple((name, tuple(shape)) for name, shape in data["parameters"]),
@@ -173,7 +173,7 @@ class Plan:
                 parameter_bytes=data["parameter_bytes"],
                 gradient_bytes=data["gradient_bytes"],
             )
-        except (KeyError, TypeError, json.JSONDecodeError, AssertionError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise PlanError(f"this is no saved plan: {type(error).__name__}: {error}", fix="write it with plan.save(path)") from error
 
     def save(self, path: str | Path) -> None:
@@ -187,6 +187,16 @@ class Plan:
 
     def __str__(self) -> str:
         return render(self)
+
+
+def _cut_from_json(data: dict[str, Any]) -> Cut:
+    try:
+        return Cut.from_json(data)
+    except AssertionError as error:
+        raise PlanError(
+            f"the plan's cut of '{data['module']}' cannot be carried out: {error}.",
+            fix="widths add up to the units of the module",
+        ) from error
 
 
 def _graph_to_json(graph: TaskGraph) -> dict[str, Any]:
