@@ -6,6 +6,7 @@ import atexit
 import os
 import socket
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 
-__all__ = ["Group", "Mesh", "start"]
+__all__ = ["Group", "Mesh", "Surroundings", "start", "surroundings"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -168,6 +169,27 @@ def _note_failures(rank: int) -> None:
         earlier(kind, error, trace)
 
     sys.excepthook = hook
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a launcher told this process, without joining anything: None where it said nothing. cores: usable here."""
+
+    rank: int | None
+    world: int | None
+    node: int | None
+    local_world: int | None
+    cores: int
+
+
+def surroundings() -> Surroundings:
+    """The environment as torchrun writes it, and the cores of this process."""
+
+    def read(name: str) -> int | None:
+        return _integer(name, 0) if name in os.environ else None
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Surroundings(read("RANK"), read("WORLD_SIZE"), read("GROUP_RANK"), read("LOCAL_WORLD_SIZE"), cores)
 
 
 def _end() -> None:
