@@ -143,19 +143,19 @@ def main() -> None:
         f"\nRight on {found:.1%} of {len(held_out):,} misspellings it never saw. Ten that people really write:"
     )
     table = Table("written", "corrected", "meant")
-    for (wrong, meant), answer in zip(
-        SEEN_IN_THE_WILD.items(), correct(model, words, list(SEEN_IN_THE_WILD)), strict=True
-    ):
+    answers = correct(model, words, list(SEEN_IN_THE_WILD))
+    for (wrong, meant), answer in zip(SEEN_IN_THE_WILD.items(), answers, strict=True):
         table.add_row(wrong, answer if answer == meant else f"[red]{answer}[/red]", meant)
     console.print(table)
 
-    letters = torch.stack([data[index][0] for index in range(args.batch)])
-    table = Table("words", "split", "DistributedDataParallel", "", title="Time of a training step")
-    for size in sorted({len(words), max(len(words), args.compare)}):
-        ours, ddp = compare_with_ddp(size, letters)
-        table.add_row(f"{size:,}", f"{1e3 * ours:.0f} ms", f"{1e3 * ddp:.0f} ms", f"{ddp / ours:.1f} times")
-    console.print(table)
-    dist.destroy_process_group()
+    if world > 1:
+        letters = torch.stack([data[index][0] for index in range(args.batch)])
+        table = Table("words", "split", "DistributedDataParallel", "", title="Time of a training step")
+        for size in sorted({len(words), max(len(words), args.compare)}):
+            ours, ddp = compare_with_ddp(size, letters)
+            table.add_row(f"{size:,}", f"{1e3 * ours:.0f} ms", f"{1e3 * ddp:.0f} ms", f"{ddp / ours:.1f} times")
+        console.print(table)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
