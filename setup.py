@@ -175,12 +175,21 @@ class Build(build_ext):
 
         def compile_one(job: tuple[list[str], Path, str]) -> str:
             command, source, tag = job
-            output = str(folder / f"{source.parent.name}_{source.stem}{'_' + tag if tag else ''}.o")
+            stem = f"{source.parent.name}_{source.stem}{'_' + tag if tag else ''}"
+            output, record = str(folder / f"{stem}.o"), folder / f"{stem}.txt"
+            inputs = [source, *CSRC.glob("**/*.h")]
+            newest = str(max(path.stat().st_mtime_ns for path in inputs))
+            # An object is kept if the same command made it from the same files.
+            state = "\n".join([newest, *command])
+            if Path(output).exists() and record.exists() and record.read_text() == state:
+                return output
+            record.unlink(missing_ok=True)
             done = subprocess.run([*command, "-o", output], capture_output=True, text=True, check=False)
             if done.stdout or done.stderr:
                 print(f"{source} {tag}\n{done.stdout}{done.stderr}".rstrip(), file=sys.stderr, flush=True)
             if done.returncode:
                 raise CompileError(f"{source} does not compile, see above: {' '.join(command)}")
+            record.write_text(state)
             return output
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:

@@ -14,14 +14,16 @@ from whale_torch.comm.columns import Columns, ColumnsPlace, plain
 from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.region import Region
+from whale_torch.comm.registry import place_of
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies.delayed import Delay
 from whale_torch.strategies.outputs import map_tensors, tensors_in
 from whale_torch.strategies.split_rules import ColumnLinear
+from whale_torch.strategies.state_hooks import cut_places
 
-__all__ = ["CopiedRuntime", "Runtime", "runtime_of"]
+__all__ = ["CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
 
 KEY = "_whale_runtime"
 
@@ -34,15 +36,27 @@ class CopiedRuntime:
 
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if model.training and torch.is_grad_enabled():
-            raise LossError(
-                "this model is a copy of a parallelized one; its gradients would not be averaged over ranks.",
-                fix="evaluate it (model.eval(), torch.no_grad()), or copy the model before wh.parallelize and parallelize both",
-            )
-        return map_tensors(forward(model, *args, **kwargs), _whole)
+            raise _copy_trains()
+        trained = any(p.requires_grad for p in model.parameters())
+
+        def leave(x: Tensor) -> Tensor:
+            x = x.rows() if isinstance(x, Columns) else x
+            if trained and x.requires_grad:
+                x.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+            return x
+
+        return map_tensors(forward(model, *args, **kwargs), leave)
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.rows() if isinstance(x, Columns) else x
+def _refuse_gradient(grad: Tensor) -> Tensor:
+    raise _copy_trains()
+
+
+def _copy_trains() -> LossError:
+    return LossError(
+        "this model is a copy of a parallelized one; its gradients would not be averaged over ranks.",
+        fix="evaluate it (model.eval(), torch.no_grad()), or copy the model before wh.parallelize and parallelize both",
+    )
 
 
 class Runtime:
@@ -111,9 +125,9 @@ class Runtime:
     def _leave(self, out: Any, call: Call | None, training: bool) -> Any:
         def one(x: Tensor) -> Tensor:
             if isinstance(x, Columns):
-                if not (training or self._keeps_columns):
-                    return x.rows()
-                return x if call is None else _deliver_columns(x, call)
+                if training or self._keeps_columns:
+                    return x if call is None else _deliver_columns(x, call)
+                x = x.rows()
             return x if call is None else deliver(x, call, weigh=self.plan.loss == "mean")
 
         return map_tensors(out, one)
@@ -194,7 +208,8 @@ def _digest(inputs: list[Tensor]) -> int:
     for t in inputs:
         data = t.detach()
         bits = data.to(torch.uint8) if data.dtype == torch.bool else data
-        total = (total * 1000003 + int(torch.hash_tensor(bits).item()) + hash(tuple(t.shape))) & 0x7FFFFFFFFFFFFFFF
+        hashed = int(torch.hash_tensor(bits).item()) if bits.numel() else 0
+        total = (total * 1000003 + hashed + hash(tuple(t.shape))) & 0x7FFFFFFFFFFFFFFF
     return total
 
 
@@ -209,3 +224,6 @@ def runtime_of(model: nn.Module, what: str) -> Runtime:
     return runtime
 
 
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether a model, a member of it, or what it belongs to went through parallelize, or is a copy of such a one."""
+    return any(KEY in m.__dict__ or cut_places(m) for m in model.modules()) or any(place_of(p) for p in model.parameters())
