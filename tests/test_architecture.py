@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"comm"},
     {"scopes", "annotation", "capture", "by_name", "trace", "planning"},
     {"strategies", "moe", "recomputation", "offload", "optim", "checkpoint"},
-    {"apply", "state", "simulate.run", "simulate"},
+    {"apply", "state", "data", "simulate.run", "simulate"},
     {"", "__main__", "integrations"},
 ]
 PURE, STRATEGIES = 3, 4
@@ -51,8 +51,16 @@ PRIVATE_TORCH = {
         "torch._C._dispatch_has_kernel_for_dispatch_key",
     ): "which kernel answers is a question for people only",
     ("comm.columns", "torch._C.DisableTorchFunctionSubclass"): "torch's documentation of __torch_function__ names it",
+    (
+        "comm.cut_tensor",
+        "torch._C.DisableTorchFunctionSubclass",
+    ): "torch's documentation of __torch_function__ names it",
     ("comm.columns", "torch.Tensor._version.__get__"): "autograd asks a subclass for it; Columns has to answer",
     ("comm.columns", "torch.Tensor._backward_hooks.__get__"): "autograd asks a subclass for it; Columns has to answer",
+    (
+        "optim.guard",
+        "torch.amp.GradScaler._unscale_grads_",
+    ): "the one place where a scaler looks at gradients it was given",
     ("comm.reducer", "torch.autograd.Variable._execution_engine.queue_callback"): "the end of backward, as in DDP",
     ("strategies.root", "torch.nn.Module._get_name"): "what repr shows; subclasses are meant to override it",
 }
@@ -63,6 +71,7 @@ PUBLIC_NAMES = [
     "CheckpointError",
     "Cluster",
     "CommError",
+    "GradScaler",
     "LayoutError",
     "LossError",
     "Plan",
@@ -71,7 +80,10 @@ PUBLIC_NAMES = [
     "WhaleError",
     "annotate",
     "auto_parallel",
+    "batch_sampler",
+    "clip_grad_norm_",
     "cpu_offload",
+    "data_rank",
     "full_state_dict",
     "no_sync",
     "parallelize",
@@ -80,6 +92,7 @@ PUBLIC_NAMES = [
     "recompute",
     "reduce",
     "replica",
+    "sampler",
     "split",
     "stage",
 ]
