@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale_torch.comm.collectives import all_to_all_rows
+from whale_torch.comm.collectives import all_to_all_rows, broadcast_copy
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError
 from whale_torch.strategies.runtime import runtime_of
@@ -43,14 +43,21 @@ def full_tensor(parameter: Tensor, value: Tensor | None = None) -> Tensor:
     return shard.join([part.view(shard.local_shape(i)) for i, part in enumerate(gathered.split(sizes))])
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state_dict of the model as one process would have it, with whole tensors: a collective, on every rank.
 
+    Buffers that differ between ranks (running statistics of a local BatchNorm) are rank 0's on every rank.
     Raises PlanError for a model that is not parallelized.
     """
-    runtime_of(model, "wh.full_state_dict")
+    mesh = runtime_of(model, "wh.full_state_dict").mesh
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    return {key: full_tensor(by_name[key]) if key in by_name else value.detach().clone() for key, value in model.state_dict().items()}
+
+    def whole(key: str, value: Any) -> Any:
+        if key in by_name:
+            return full_tensor(by_name[key])
+        return broadcast_copy(value, mesh.everyone(), name=f"buffer {key}") if isinstance(value, Tensor) else value
+
+    return {key: whole(key, value) for key, value in model.state_dict().items()}
 
 
 def reduce(value: Value, how: str = "mean", *, weight: float = 1.0) -> Value:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from whale_torch.comm.failure import explain
 from whale_torch.mesh import Group
 
-__all__ = ["all_gather_rows", "all_reduce", "all_reduce_async", "all_to_all_rows", "broadcast", "gather_equal", "gather_equal_async", "reduce_scatter_equal", "reduce_scatter_rows"]
+__all__ = ["all_gather_rows", "all_reduce", "all_reduce_async", "all_to_all_rows", "broadcast", "broadcast_copy", "gather_equal", "gather_equal_async", "reduce_scatter_equal", "reduce_scatter_rows"]
 
 # renamed in torch 2.13; the old names warn there and the new ones are absent before
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,6 +51,14 @@ def broadcast(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torc
         group.count(x.numel() * x.element_size())
         _run(group, name, lambda: dist.broadcast(x, group.ranks[0], group=group.process_group))
     return x
+
+
+def broadcast_copy(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
+    """A dense copy of the first rank's x, of any dtype, on every rank of the group."""
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    if out.numel():
+        broadcast(torch.view_as_real(out) if out.is_complex() else out.view(torch.uint8) if out.dtype is torch.bool else out, group, name=name)
+    return out
 
 
 def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> torch.Tensor:
