@@ -15,6 +15,7 @@ from whale_torch.annotation import Annotation
 from whale_torch.capture import Scope
 from whale_torch.checkpoint.plain import Weights, read_weights
 from whale_torch.cluster import Cluster
+from whale_torch.comm.drift import watch_optimizers
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError, WhaleError
 from whale_torch.mesh import Mesh, start
@@ -23,6 +24,8 @@ from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan
 from whale_torch.rehearsal import rehearse
+from whale_torch.strategies.batch import BatchReader
+from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
 from whale_torch.strategies.outputs import tensors_in
 from whale_torch.strategies.replica import equalize, make_reducers, place_whole_parameters
@@ -87,6 +90,8 @@ def parallelize(
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     mesh = start(device, seconds)
     made = _decide(model, mesh, cluster, plan, default, sample_inputs)
+    _together(mesh, lambda: check_batch_norm(model, made))
+    reader = _together(mesh, lambda: BatchReader(model, made.batch_dim))
     cuts = cut_parameters(model, made, mesh)
     state = None if weights is None else _together(mesh, lambda: read_weights(weights, model))
     if is_meta(model):
@@ -101,9 +106,11 @@ def parallelize(
     model.to(mesh.device)
     place_whole_parameters(model, mesh)
     equalize(model)
-    runtime = Runtime(model, made, mesh, regions, lambda: make_reducers(model, made, mesh))
+    sync_batch_norm(model, made, mesh)
+    runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     make_root(model, runtime)
     guard.install()
+    watch_optimizers()
     torch.manual_seed(seed + 1 + mesh.rank // made.feed_size)
     return model
 
@@ -111,6 +118,11 @@ def parallelize(
 def _check_first_time(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"wh.parallelize takes an nn.Module, got {type(model).__name__}.", fix="wh.parallelize(model)")
+    if "forward" in model.__dict__:
+        raise PlanError(
+            f"this {type(model).__name__} has a forward of its own on the instance, which would run past whale_torch.",
+            fix="define forward in the class, or call wh.parallelize before it is replaced",
+        )
     for name, module in model.named_modules():
         if KEY in module.__dict__:
             where = f"its member '{name}'" if name else "this model"

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whale_torch.comm.columns import Columns
+from whale_torch.comm.gradients import Gradients
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.cost import gradient_traffic, shards_of
 from whale_torch.planning.plan import GatherRecord, Plan, Traffic
+from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.outputs import map_tensors, tensors_in
 from whale_torch.strategies.root import make_root
 from whale_torch.strategies.runtime import Runtime
@@ -37,31 +39,32 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
     is taken to meet a cross entropy where a split's output leaves it. The model is left alone. Where it cannot run
     without values (its control flow reads them), the plan keeps its estimate and says why.
     """
-    rows = next((t.shape[plan.batch_dim] for t in tensors_in(sample_inputs) if t.dim() > plan.batch_dim), None)
-    if rows is None or not plan.cuts:
+    if not plan.cuts:
         return plan
     mesh = _RehearsalMesh(rank, plan)
+    args, kwargs = _arguments(sample_inputs)
     try:
-        runtime = _step(plan, model, sample_inputs, mesh)
+        rows = BatchReader(model, plan.batch_dim).read(args, kwargs, hashed=False).rows
+        runtime = _step(plan, model, args, kwargs, mesh)
     except Exception as error:  # the model is the user's: whatever it raises without values says so
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         return replace(plan, assumption=f"{plan.assumption}; it does not run without values: {type(error).__name__}: {reason}")
     gradients = gradient_traffic(plan, dict(model.named_parameters()), shards_of(plan, model))
     found = [
-        GatherRecord(operation, site, int(count), num_bytes / count)
+        GatherRecord(operation, site, int(count), num_bytes)
         for region in runtime.regions
         for (operation, site), (count, num_bytes) in region.gathered.items()
     ]
     return replace(plan, traffic=(*gradients, *mesh.traffic()), gathers=tuple(found), assumption=f"counted on a step of {rows} rows a rank")
 
 
-def _step(plan: Plan, model: nn.Module, sample_inputs: Any, mesh: _RehearsalMesh) -> Runtime:
+def _step(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: _RehearsalMesh) -> Runtime:
     twin = _without_memory(model)
     regions = apply_split(twin, plan, mesh, cut_parameters(twin, plan, mesh))
-    runtime = Runtime(twin, plan, mesh, regions, lambda: [])
+    runtime = Runtime(twin, plan, mesh, regions, BatchReader(twin, plan.batch_dim), lambda: [])
+    runtime.gradients = Gradients([])  # nothing to average, and nothing that wants to read them
     make_root(twin, runtime)
-    inputs = map_tensors(sample_inputs, lambda t: t.detach().to("meta").requires_grad_(t.requires_grad))
-    args, kwargs = _arguments(inputs)
+    args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().to("meta").requires_grad_(t.requires_grad))
     twin.train()
     with _quietly(), torch.device("meta"), torch.enable_grad():
         loss = _loss(twin(*args, **kwargs))

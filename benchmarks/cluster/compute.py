@@ -43,8 +43,8 @@ class _Modelled(torch.autograd.Function):
 class ModelledLayer(nn.Module):
     """y = x + the mean of the rows of `weight`, taking the given seconds for each row of x.
 
-    num_parameters: size of `weight`, cut into rows as wide as x, the last one filled with zeros; 0 for a layer that only
-    takes time.
+    num_parameters: size of `weight`, cut into rows as wide as x, the last one filled with zeros; 0 for a layer that
+    only takes time.
     forward_s, backward_s: seconds a row (dim 0) in forward and in backward.
     Shapes: x (rows, anything) -> the same.
     """

@@ -1,7 +1,7 @@
 """Replicated features, an MLP pair cut over the ranks, a classifier cut over the ranks: collectives written by hand.
 
-All ranks are fed the same rows. f and g are the two conjugate bridges: f copies forward and sums backward, g sums forward
-and copies backward (Megatron-LM, arXiv 1909.08053, section 3).
+All ranks are fed the same rows. f and g are the two conjugate bridges: f copies forward and sums backward, g sums
+forward and copies backward (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations

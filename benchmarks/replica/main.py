@@ -1,6 +1,6 @@
 """Replica alone against DDP: `python -m benchmarks.replica`.
 
-Speed: a 24-layer encoder of 84 MB on 4 nodes x 1 rank, 400 Mbit/s, real compute, DDP and whale alternating in one world.
+Speed: a 24-layer encoder of 84 MB on 4 nodes x 1 rank, 400 Mbit/s, real compute, variants alternating in one world.
 Exactness: losses and gradients against one process; gradients of 60000 on every rank, which fp16 cannot add up.
 Hierarchy: 4 nodes x 4 ranks with modelled compute, flat against two-level.
 """
@@ -196,7 +196,8 @@ def _report_speed(report: Report, options: argparse.Namespace, names: list[str])
         rows,
     )
     report.note(
-        f"4 nodes x 1 rank, {options.rate} (one stream gets {rate / 1e6:.0f} Mbit/s), SGD, {options.steps} steps of each variant, alternating"
+        f"4 nodes x 1 rank, {options.rate} (one stream gets {rate / 1e6:.0f} Mbit/s), SGD, "
+        f"{options.steps} steps of each variant, alternating"
     )
     report.data(speed=summaries, gradient_errors=errors, one_process_losses=losses)
     _speed_bars(report, summaries, errors, losses)

@@ -41,7 +41,7 @@ class Cell:
 def _measure(
     rank: int, cell: Cell, names: tuple[str, ...], flat: Tensor | None
 ) -> tuple[dict[str, Trace], dict[str, float], Tensor]:
-    """Traces, how far each variant's features are from those of `flat` after the same steps, and the features of flat."""
+    """Traces, how far each variant's features are from those of `flat` after the same steps, and flat's features."""
     dist.init_process_group("gloo")
     rows = cell.batch // cell.scale.images_per_row
     variants = {name: make(name, cell.scale, cell.half) for name in names}
@@ -122,7 +122,7 @@ def _run(cell: Cell) -> tuple[dict[str, Summary], dict[str, float]]:
 
 
 def _worlds(names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Which variants share a world: flat and all that is split; the rest, which hold everything on each rank, by twos."""
+    """Which variants share a world: flat and all that is split; the rest, which hold all on each rank, by twos."""
     slow = [name for name in names if name not in ("flat", *FAST)]
     first = tuple(name for name in names if name not in slow)
     return [first, *(tuple(slow[index : index + 2]) for index in range(0, len(slow), 2))]
@@ -187,8 +187,8 @@ def _finish(report: Report, options: argparse.Namespace, cells: dict[tuple[int, 
         rows,
     )
     report.note(
-        f"links of {LINK_BITS / 1e9:g} Gbit/s a node of {GPUS_PER_NODE}, 2.6 ms an image, wire {options.half}; activations cross as fp32; "
-        "figures in real ms and MB, scaled back"
+        f"links of {LINK_BITS / 1e9:g} Gbit/s a node of {GPUS_PER_NODE}, 2.6 ms an image, wire {options.half}; "
+        "activations cross as fp32; figures in real ms and MB, scaled back"
     )
     largest = _largest_batch({batch: ratio for (ranks, batch), ratio in ratios.items() if ranks == 64}, PUBLISHED[64])
     if largest:
@@ -232,7 +232,7 @@ def _largest_batch(ratios: dict[int, float], wanted: float) -> str:
     for low, high in itertools.pairwise(batches):
         if ratios[high] < wanted:
             batch = low + (high - low) * (ratios[low] - wanted) / (ratios[low] - ratios[high])
-            return f"at 64 ranks {wanted}x holds up to a batch of {batch:.1f} images a rank (between measured {low} and {high})"
+            return f"at 64 ranks {wanted}x holds up to {batch:.1f} images a rank (between {low} and {high})"
     return f"at 64 ranks {wanted}x holds up to the largest batch measured, {batches[-1]}"
 
 

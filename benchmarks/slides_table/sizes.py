@@ -54,7 +54,7 @@ def resnet50_blocks() -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """size: how many times smaller tensors are; time: how many times slower; images_per_row: images one row stands for."""
+    """size: how many times smaller tensors are; time: how many times slower; images_per_row: images for one row."""
 
     size: int
     time: float
@@ -93,8 +93,9 @@ class Scale:
 def limit_ms(ranks: int, batch: int, *, split: bool, wire_bytes: int) -> float:
     """What a step cannot beat on the real cluster, in ms: compute, bytes on a node's link, best overlap.
 
-    Data parallelism (split=False): one ring over all gradients after backward. Split: the features' gradients, two-level,
-    hidden behind their backward; features and their gradients cross once each as fp32. wire_bytes: of a gradient element.
+    Data parallelism (split=False): one ring over all gradients after backward. Split: the features' gradients,
+    two-level, hidden behind their backward; features and their gradients cross once each as fp32. wire_bytes: of a
+    gradient element.
     """
     nodes, compute = ranks // GPUS_PER_NODE, IMAGE_S * batch
     features = sum(parameters for parameters, _ in resnet50_blocks())

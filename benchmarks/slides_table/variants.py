@@ -1,4 +1,4 @@
-"""The variants of the table: flat data parallelism, torch's DDP, whale's, and the split classifier by hand and by whale."""
+"""The table's variants: data parallelism flat, by torch, by whale; the split classifier by hand and by whale."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _all_reduce(rank: int, numel: int) -> dict[str, object]:
         "environment": [os.environ[name] for name in names],
         "total": total.mean().item(),
         "sent": sent,
-        "namespace": os.stat("/proc/self/ns/net").st_ino,
+        "namespace": Path("/proc/self/ns/net").stat().st_ino,
         "threads": torch.get_num_threads(),
     }
 

@@ -57,7 +57,8 @@ def shards_of(plan: Plan, model: nn.Module) -> dict[str, Shard]:
 
 
 def _with_bytes(reduce: Reduce, parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Shard]) -> Reduce:
-    elements = sum(local_numel(parameters[name], shards.get(name)) for name in reduce.parameters)
+    trained = [name for name in reduce.parameters if parameters[name].requires_grad]
+    elements = sum(local_numel(parameters[name], shards.get(name)) for name in trained)
     dtype = parameters[reduce.parameters[0]].dtype
     wire: torch.dtype = getattr(torch, reduce.wire) if reduce.wire else dtype
     return replace(reduce, gradient_bytes=elements * dtype.itemsize, wire_bytes=elements * wire.itemsize)
@@ -75,7 +76,8 @@ def gradient_traffic(plan: Plan, parameters: Mapping[str, nn.Parameter], shards:
         device = plan.device(reduce.device)
         dtype = getattr(torch, reduce.wire) if reduce.wire else parameters[reduce.parameters[0]].dtype
         cut = shards if device.size > 1 else {}
-        elements = sum(parameters[n].numel() / (device.size if n in cut else 1) + 1 for n in reduce.parameters)
+        trained = [n for n in reduce.parameters if parameters[n].requires_grad]
+        elements = sum(parameters[n].numel() / (device.size if n in cut else 1) + 1 for n in trained)
         out.append(Traffic("gradients", f"{device.num_copies} ranks", all_reduce_bytes(elements * dtype.itemsize, device.num_copies)))
     return [traffic for traffic in out if traffic.sent_bytes]
 

@@ -122,12 +122,12 @@ def _refused(cut: Cut, what: str, fix: str) -> PlanError:
 
 
 def _check_reduces(plan: Plan, model: nn.Module) -> None:
-    """Every trained parameter that several ranks hold is averaged once, over the ranks that hold it."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """Every parameter that several ranks hold, could_train or not, is averaged once, over the ranks that hold it."""
+    could_train = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     shards = shards_of(plan, model)
     devices = {device.name: device for device in plan.devices}
     wanted = {}
-    for name in trained:
+    for name in could_train:
         device = plan.device(plan.taskgraph_of(name.rpartition(".")[0]).device) if name in shards else devices["replica"]
         if device.num_copies > 1:
             wanted[name] = device.name
@@ -149,7 +149,7 @@ def _check_reduces(plan: Plan, model: nn.Module) -> None:
             raise PlanError(
                 f"the plan's gradient buckets are {reduce.bucket_bytes!r} bytes, {reduce.max_in_flight!r} in flight.", fix="both are positive whole numbers"
             )
-        dtypes = {trained[name].dtype for name in reduce.parameters if name in trained}
+        dtypes = {could_train[name].dtype for name in reduce.parameters if name in could_train}
         if len(dtypes) > 1:
             raise PlanError(f"gradients of {sorted(map(str, dtypes))} share a bucket.", fix="give each dtype a reduce of its own")
         for name in reduce.parameters:
@@ -161,7 +161,7 @@ def _check_reduces(plan: Plan, model: nn.Module) -> None:
         name = wrong[0]
         raise PlanError(
             f"the gradient of '{name}' is averaged on {found.get(name, 'no ranks')} in the plan and has to be on {wanted.get(name, 'no ranks')}.",
-            fix=f"a parameter that was frozen or thawed since: {_ANEW}",
+            fix=_ANEW,
         )
 
 

@@ -37,7 +37,7 @@ def plan_reduces(
     devices: Mapping[str, VirtualDevice],
     cluster: Cluster,
 ) -> tuple[Reduce, ...]:
-    """Groups what is trained by the ranks that hold a copy and by the options of its wh.replica.
+    """Groups what is or may be trained by the ranks that hold a copy and by the options of its wh.replica.
 
     owner: TaskGraph of each parameter. Raises PlanError where a hierarchical all-reduce is asked for and cannot be.
     """
@@ -46,7 +46,8 @@ def plan_reduces(
     for name, parameter in parameters.items():
         graph = graphs[owner[name]]
         device = devices[graph.device] if name in shards else devices["replica"]
-        if not parameter.requires_grad or device.world == device.size:
+        could_train = parameter.is_floating_point() or parameter.is_complex()
+        if device.world == device.size or not could_train:
             continue
         wire = graph.option("replica", "reduce_dtype")
         key = (

@@ -30,6 +30,7 @@ class Reduce:
 
     wire: dtype name on the wire, None for the gradients' own. algorithm: "flat" or "hierarchical".
     gradient_bytes, wire_bytes: of the rank that holds most, in the gradients' dtype and in the wire's.
+    parameters: those trained when the plan was made and those frozen then, which may be trained later; bytes are of the first.
     """
 
     device: str
@@ -81,7 +82,7 @@ class Plan:
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     rows_per_rank: int
     assumption: str = ""
-    batch_dim: int = 0
+    batch_dim: int | tuple[tuple[str, int | None], ...] = 0
     loss: str = "mean"
     parameter_bytes: int = 0
     gradient_bytes: int = 0
@@ -168,7 +169,7 @@ class Plan:
                 parameters=tuple((name, tuple(shape)) for name, shape in data["parameters"]),
                 rows_per_rank=data["rows_per_rank"],
                 assumption=data["assumption"],
-                batch_dim=data["batch_dim"],
+                batch_dim=_option_from_json(data["batch_dim"]),
                 loss=data["loss"],
                 parameter_bytes=data["parameter_bytes"],
                 gradient_bytes=data["gradient_bytes"],

@@ -46,12 +46,19 @@ def _opening(plan: Plan) -> list[str]:
         out[1] = out[1].replace("you feed a rank", "you feed a replica")
         out.append(f"{blocks} {whole}")
     if plan.batch_dim:
-        out.append(f"Samples are counted along dimension {plan.batch_dim} of the inputs.")
+        named = f"dimension {plan.batch_dim} of the inputs" if isinstance(plan.batch_dim, int) else _named_dims(plan.batch_dim)
+        out.append(f"Samples are counted along {named}.")
     if plan.loss == "sum":
         out.append("The loss is a sum over samples: gradients are summed over the feeds.")
     held = f"A rank holds {amount(plan.parameter_bytes)} of parameters"
     out.append(held + (f" and {amount(plan.gradient_bytes)} of gradients." if plan.gradient_bytes else "; none is trained."))
     return out
+
+
+def _named_dims(batch_dim: tuple[tuple[str, int | None], ...]) -> str:
+    counted = ", ".join(f"dimension {dim} of '{name}'" for name, dim in batch_dim if dim is not None)
+    none = ", ".join(f"'{name}'" for name, dim in batch_dim if dim is None)
+    return f"{counted} (not in {none})" if none else counted
 
 
 def _taskgraphs(plan: Plan) -> list[str]:
@@ -109,7 +116,7 @@ def _gathers(plan: Plan) -> list[str]:
     if not plan.gathers:
         return []
     rows = [[g.operation, g.site, str(g.count), amount(g.num_bytes)] for g in plan.gathers]
-    return ["Outputs of a split that were gathered because an operation needs all columns (z.rows() says it outright):", *_table(["operation", "at", "times", "bytes a time"], rows)]
+    return ["Outputs of a split that were gathered because an operation needs all columns (z.rows() says it outright):", *_table(["operation", "at", "times", "bytes in all"], rows)]
 
 
 # ---- tables and names ----
