@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.errors import mistakes  # noqa: F401  (fills the catalogue)
+import inspect
+
+from tests.errors import mistakes
 from tests.errors.catalogue import MISTAKES, ROOT, Said, commit
 from tests.world import world
 
@@ -15,7 +17,11 @@ where it was asked for; the fix; and the ranks concerned. Errors about annotatio
 the model is changed, with the same text on every rank. All are children of `wh.WhaleError`.
 
 The messages below come from the code shown above each: `python -m tests.errors.document` writes this page, and a test
-fails where it no longer holds.
+fails where it no longer holds. `classifier` is this, in `model.py`:
+
+```python
+{classifier}
+```
 """
 
 
@@ -29,7 +35,8 @@ def document(said: dict[str, Said]) -> str:
         sections.setdefault(found.section, []).extend(lines)
     contents = [f"- [{section}](#{_anchor(section)})" for section in sections]
     body = [line for section, lines in sections.items() for line in (f"## {section}", "", *lines)]
-    return "\n".join([_HEAD, *contents, "", *body]).rstrip() + "\n"
+    head = _HEAD.format(classifier=inspect.getsource(mistakes.classifier).strip())
+    return "\n".join([head, *contents, "", *body]).rstrip() + "\n"
 
 
 def _anchor(section: str) -> str:

@@ -394,6 +394,16 @@ def whole_tensor_optimizer(rank: int, n: int) -> None:
     optimizer.step(lambda: F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])))  # type: ignore[arg-type]
 
 
+@mistake(T, "torch's clip_grad_norm_ on shards", wh.CommError, r"the gradient of '0\.weight' differs between copies before an optimizer's step: norm [\d.]+ on rank 0, norm [\d.]+ on rank 1", ranks=2)  # fmt: skip
+def clipped_by_torch(rank: int, n: int) -> None:
+    """Each rank saw the norm of its own shards, and scaled by another number."""
+    model = wh.parallelize(classifier())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
 @mistake(T, "no_sync on a model that is not parallelized", wh.PlanError, r"wh\.no_sync needs a parallelized model, got Linear")
 def no_sync_on_a_plain_model(rank: int, n: int) -> None:
     """A plain model has nothing to postpone."""
