@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["Region"]
 
 _COUNT_BITS = 40
+_HEADER_NUMBERS = 8
+_REMEMBERED = 3
 _names: dict[int, str] = {}
 
 
@@ -34,7 +36,7 @@ class Region:
         self.row_positions = tuple(columns.ranks.index(rank) for rank in rows.ranks)
         self.call: Call | None = None
         self.gathered: dict[tuple[str, str], list[float]] = {}
-        self._entered: tuple[Any, ...] | None = None
+        self._entered: dict[str, list[tuple[Any, ...]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         """A copied model has its own memory of what it gathered, on the same ranks."""
@@ -48,23 +50,31 @@ class Region:
     def agree(self, operation: str, count: int) -> tuple[int, ...]:
         """Row counts of the region's feeds; raises where ranks meet in different operations.
 
-        An 8-byte header from each rank: count, number of the operation in this group, and its name's hash.
+        Raises CommError naming both operations, on every rank, before any other data moves.
+        """
+        return tuple(row[0] for row in self.meet(operation, (count,)))
+
+    def meet(self, operation: str, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The numbers of every feed of the region: at most 8, equally many on each rank, the first below 2^40.
+
+        A header of one size, whatever is asked, tells in which operation each rank is: number of the operation in this group, and its name's hash.
         Raises CommError naming both operations, on every rank, before any other data moves.
         """
         group = self.columns
         if group.size == 1:
-            return (count,)
+            return [numbers]
         group.sequence += 1
         code = zlib.crc32(operation.encode()) & 0x7FFF
         _names[code] = operation
         number = group.sequence & 0xFF
-        header = torch.tensor([(code << 8 | number) << _COUNT_BITS | count])
-        headers = gather_equal(header, group, name=operation).flatten().tolist()
-        tags = [header >> _COUNT_BITS for header in headers]
+        rest = (*numbers[1:], *([0] * (_HEADER_NUMBERS - len(numbers))))
+        header = torch.tensor([(code << 8 | number) << _COUNT_BITS | numbers[0], *rest])
+        table = gather_equal(header, group, name=operation).tolist()
+        tags = [row[0] >> _COUNT_BITS for row in table]
         if any(tag != tags[0] for tag in tags):
             self._disagree(tags)
-        counts = [header & ((1 << _COUNT_BITS) - 1) for header in headers]
-        return tuple(counts[p] for p in self.row_positions)
+        rows = [(row[0] & ((1 << _COUNT_BITS) - 1), *row[1 : len(numbers)]) for row in table]
+        return [rows[p] for p in self.row_positions]
 
     def check_equal(self, value: tuple[int, ...], what: str, fix: str) -> None:
         """Compares a small tuple over the region's ranks. Raises LayoutError naming both values, on every rank."""
@@ -88,19 +98,20 @@ class Region:
         )
 
     def remember(self, x: torch.Tensor, what: str, value: Any) -> None:
-        """Keeps the gathered form of x as long as x lives unchanged, so that a second reader finds it."""
-        self._entered = (weakref.ref(x), x._version, torch.is_grad_enabled(), what, value)
+        """Keeps one form of x as long as x lives unchanged, so that a second reader finds it: of few tensors a form."""
+        alive = [entry for entry in self._entered.get(what, ()) if entry[0]() is not None and entry[0]() is not x]
+        self._entered[what] = [*alive[-_REMEMBERED + 1 :], (weakref.ref(x), x._version, torch.is_grad_enabled(), value)]
 
     def recall(self, x: torch.Tensor, what: str) -> Any:
         """What `remember` keeps for this very tensor, or None."""
-        entry = self._entered
-        if entry is None or entry[0]() is not x or entry[1:4] != (x._version, torch.is_grad_enabled(), what):
-            return None
-        return entry[4]
+        for entry in self._entered.get(what, ()):
+            if entry[0]() is x and entry[1:3] == (x._version, torch.is_grad_enabled()):
+                return entry[3]
+        return None
 
     def forget(self) -> None:
-        """Drops the gathered input; the model's exit calls it."""
-        self._entered = None
+        """Drops what it remembers; the model's exit calls it."""
+        self._entered.clear()
 
     def note_gather(self, operation: str, site: str, num_bytes: float) -> None:
         """Counts an implicit gather for the plan's report."""

@@ -49,7 +49,24 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, dict):
         changed = {k: map_tensors(v, change) for k, v in value.items()}
         return changed if type(value) is dict else type(value)(changed)
+    if not _needs_gradient(value, set()):
+        return value
     raise LayoutError(
-        f"the model returned a {type(value).__name__}, which may hold tensors that cannot be reached.",
-        fix="return tensors, tuples, lists, dicts or dataclasses of them",
+        f"the model returned a {type(value).__name__}, which holds tensors with a gradient that cannot be reached.",
+        fix="return tensors, tuples, lists, dicts or dataclasses of them; a transformers model returns no cache with use_cache=False",
     )
+
+
+def _needs_gradient(value: Any, seen: set[int]) -> bool:
+    """Whether an object, looked into through its attributes and containers, holds a tensor that requires a gradient."""
+    if id(value) in seen or isinstance(value, _LEAVES):
+        return False
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    inner: list[Any] = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, Mapping):
+        inner += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inner += value
+    return any(_needs_gradient(item, seen) for item in inner)

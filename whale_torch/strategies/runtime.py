@@ -19,7 +19,7 @@ from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies.delayed import Delay
 from whale_torch.strategies.outputs import map_tensors, tensors_in
-from whale_torch.strategies.split_rules import ColumnLinear
+from whale_torch.strategies.split_linear import ColumnLinear
 
 __all__ = ["CopiedRuntime", "Runtime", "runtime_of"]
 
