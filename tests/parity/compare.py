@@ -177,6 +177,38 @@ def differences(ranks: list[Run], whole: Run, sizes: Sequence[int], feed_size: i
     return found
 
 
+Case = tuple[type[Model], dict[str, Any]]
+
+
+def on_rank_all(rank: int, n: int, cases: list[Case], cuts: list[list[int]], mode: str, mutate: Callable[[], None] | None) -> list[Run]:
+    return [on_rank(rank, n, cls, options, cut, mode, mutate) for (cls, options), cut in zip(cases, cuts, strict=True)]
+
+
+def check_all(
+    cases: Sequence[Case],
+    n: int,
+    mode: str = "own",
+    sizes: Callable[[int, int], list[int]] = even,
+    tolerance: float = TOLERANCE,
+    mutate: Callable[[], None] | None = None,
+    timeout: float = 120.0,
+) -> list[list[Run]]:
+    """Asserts, for each case in one world, that n ranks train and evaluate as one process does; gives the ranks' runs."""
+    feed_size = 2 if mode == "shared" else 1
+    cuts = [sizes(cls.rows, n // feed_size) for cls, _ in cases]
+    results = world(n, on_rank_all, list(cases), cuts, mode, mutate, timeout=timeout)
+    by_case = [list(runs) for runs in zip(*results, strict=True)]
+    wrong = []
+    for (cls, options), cut, ranks in zip(cases, cuts, by_case, strict=True):
+        found = differences(ranks, reference(cls, options, sum(cut)), cut, feed_size, cls.output_dim)
+        worst = max(found, key=lambda key: found[key])
+        if not found[worst] < tolerance:
+            bad = {key: f"{value:.1e}" for key, value in found.items() if not value < tolerance}
+            wrong.append(f"{cls.__name__} {options} on {n} ({mode}, {cut}) is off: {bad}")
+    assert not wrong, "\n".join(wrong)
+    return by_case
+
+
 def check(
     cls: type[Model],
     n: int,
@@ -186,12 +218,5 @@ def check(
     mutate: Callable[[], None] | None = None,
     **options: Any,
 ) -> list[Run]:
-    """Asserts that n ranks train and evaluate as one process does; returns what the ranks gave."""
-    feed_size = 2 if mode == "shared" else 1
-    cut = sizes(cls.rows, n // feed_size)
-    whole = reference(cls, options, sum(cut))
-    ranks = world(n, on_rank, cls, options, cut, mode, mutate)
-    found = differences(ranks, whole, cut, feed_size, cls.output_dim)
-    worst = max(found, key=lambda key: found[key])
-    assert found[worst] < tolerance, f"{cls.__name__} {options} on {n} ({mode}, {cut}): {worst} is off by {found[worst]:.2e}; {found}"
-    return ranks
+    """As check_all, for one case."""
+    return check_all([(cls, options)], n, mode, sizes, tolerance, mutate)[0]

@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parity.compare import Model, check, even, uneven
+import whale_torch as wh
+from tests.parity.compare import Case, Model, check, check_all, even, own, uneven
+from tests.world import world
+from whale_torch.comm import bridge
+from whale_torch.comm.rows import enter_columns, leave_rows
+from whale_torch.strategies.runtime import runtime_of
+from whale_torch.strategies.split_linear import RowLinear
 
 WORLDS = [("own", 2), ("own", 3), ("own", 4), ("shared", 2), ("shared", 4), ("pairs", 4)]
 
@@ -38,22 +44,95 @@ class Pairs(Model):
         return h + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
+class Lone(Model):
+    """A layer alone that widens, one that narrows, and two of one size of which the second is a wrong guess."""
+
+    def __init__(self, scope: Any):
+        super().__init__()
+        with scope():
+            self.wide, self.narrow = nn.Linear(6, 10), nn.Linear(6, 3)
+            self.norm = nn.RMSNorm(6)
+            self.same, self.guess = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.out = nn.Linear(3, 1)
+
+    batch = Pairs.batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.wide(h).softmax(-1).sum(-1, keepdim=True) + self.out(self.narrow(h)) + (self.same(h) * self.guess(h)).mean(-1, keepdim=True)
+
+
+class Twice(Model):
+    """One layer object called twice and reachable under two names; a dropout of probability 0; several roots."""
+
+    def __init__(self, scope: Any):
+        super().__init__()
+        with scope():
+            self.layer = nn.Linear(6, 9)
+            self.again = self.layer
+            self.back = nn.Linear(9, 6)
+            self.drop = nn.Dropout(0.0)
+        self.between = nn.Linear(6, 6)
+
+    batch = Pairs.batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.back(self.drop(torch.relu(self.layer(x))))
+        return self.between(self.back(self.again(torch.tanh(h))))
+
+
+CASES: list[Case] = [
+    (Pairs, {}),
+    (Pairs, {"bias": False, "shape": (2, 3)}),
+    (Pairs, {"cut": "rows"}),
+    (Pairs, {"cut": "columns"}),
+    (Lone, {}),
+    (Twice, {}),
+]
+
+
 @pytest.mark.parametrize(("mode", "n"), WORLDS)
 @pytest.mark.parametrize("sizes", [even, uneven])
-def test_pairs_equal_one_process_and_gather_nothing(mode: str, n: int, sizes: Any) -> None:
-    for run in check(Pairs, n, mode, sizes):
-        assert run.gathered == []
-
-
-@pytest.mark.parametrize(("cut", "gathers"), [("columns", True), ("rows", False)])
-def test_a_forced_cut_is_exact(cut: str, gathers: bool) -> None:
-    for run in check(Pairs, 3, "own", uneven, cut=cut):
-        assert bool(run.gathered) is gathers
-
-
-def test_without_bias_in_four_dimensions() -> None:
-    check(Pairs, 3, "own", uneven, bias=False, shape=(2, 3))
+def test_linear_layers_equal_one_process(mode: str, n: int, sizes: Any) -> None:
+    pairs, tuples, rows, columns, *_ = check_all(CASES, n, mode, sizes)
+    assert all(run.gathered == [] for run in (*pairs, *tuples, *rows))
+    assert all(run.gathered for run in columns)
 
 
 def test_a_rank_without_rows() -> None:
-    check(Pairs, 3, "own", lambda rows, feeds: [rows - 2, 0, 2])
+    check_all(CASES, 3, "own", lambda rows, feeds: [rows - 2, 0, 2])
+
+
+def count_collectives(rank: int, n: int) -> dict[str, int]:
+    """Calls on the region's groups in one forward and in one backward."""
+    model: Any = wh.parallelize(Pairs(own))
+    region = runtime_of(model, "a test").regions[0]
+    before = region.columns.num_calls
+    loss = model(*Pairs.batch(4)).mean()
+    forward = region.columns.num_calls
+    loss.backward()
+    return {"forward": forward - before, "backward": region.columns.num_calls - forward}
+
+
+def test_a_pair_enters_once_and_leaves_once() -> None:
+    """Two pairs: counts, rows in and rows out each; the gated pair's two columns share what came in."""
+    for counted in world(3, count_collectives):
+        assert counted == {"forward": 6, "backward": 4}
+
+
+def double_leave() -> None:
+    """A bridge with a wrong scale: leave's backward forgets to divide by the feeds."""
+    bridge._scaled_gather = lambda grad, counts, region, name: bridge.gather_feeds(grad, counts, region, name)  # type: ignore[assignment]
+
+
+def forget_bias() -> None:
+    """Every rank adds its bias before the sum."""
+    RowLinear.forward = lambda self, x: leave_rows(  # type: ignore[method-assign]
+        F.linear(enter_columns(x, self._cut.widths, self._region)[0], self.weight, self.bias), *enter_columns(x, self._cut.widths, self._region)[1:], self._region
+    )
+
+
+@pytest.mark.parametrize("mutate", [double_leave, forget_bias])
+def test_the_comparison_sees_a_wrong_bridge(mutate: Any) -> None:
+    with pytest.raises(AssertionError, match="is off"):
+        check(Pairs, 2, mutate=mutate)

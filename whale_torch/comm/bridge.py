@@ -71,7 +71,7 @@ def rows_to_columns(x: torch.Tensor, counts: Sequence[int], widths: Sequence[int
     mine, width = x.shape[0], widths[region.columns.index]
     sent = torch.cat([blocks[p].reshape(-1) for p in region.row_positions])
     out = all_to_all_rows(sent, [mine * widths[p] for p in region.row_positions], [c * width for c in counts], region.rows, name=name)
-    return out.view(-1, width)
+    return out.view(sum(counts), width)
 
 
 class Enter(torch.autograd.Function):

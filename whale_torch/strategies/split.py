@@ -11,14 +11,21 @@ from whale_torch.comm.registry import ParameterPlace, set_place
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.plan import Plan
-from whale_torch.strategies import split_convolution, split_embedding, split_huggingface, split_linear, split_normalization
-from whale_torch.strategies.split_attention import switch_off_fast_paths
+from whale_torch.strategies import (
+    split_attention,
+    split_convolution,
+    split_embedding,
+    split_huggingface,
+    split_linear,
+    split_normalization,
+)
 from whale_torch.strategies.split_rules import SplitModule, run_class
+from whale_torch.strategies.split_transformer import switch_off_fast_paths
 
 __all__ = ["CutParameter", "apply_split", "cut_parameters"]
 
 # imported for what they register: the classes that run each rule
-RUNNERS = (split_convolution, split_embedding, split_huggingface, split_linear, split_normalization)
+RUNNERS = (split_attention, split_convolution, split_embedding, split_huggingface, split_linear, split_normalization)
 
 
 class CutParameter:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from whale_torch.comm.rows import enter_samples, enter_shared
 from whale_torch.errors import LayoutError
 from whale_torch.strategies.split_rules import SplitModule, register_class
 
-__all__ = ["HeadAttention", "switch_off_fast_paths"]
+__all__ = ["HeadAttention"]
 
 
 class HeadAttention(SplitModule, nn.MultiheadAttention):
@@ -207,17 +205,6 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, -torch.inf)
-
-
-def switch_off_fast_paths(model: nn.Module) -> None:
-    """Keeps nn.TransformerEncoder and its layers from reading the weights of split members past their modules in eval mode."""
-    for module in model.modules():
-        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)) and any(isinstance(m, SplitModule) for m in module.modules()):
-            attributes: Any = module.__dict__
-            if isinstance(module, nn.TransformerEncoderLayer):
-                attributes["activation_relu_or_gelu"] = 0
-            else:
-                attributes["use_nested_tensor"] = False
 
 
 register_class("MultiheadAttention", "heads", HeadAttention)

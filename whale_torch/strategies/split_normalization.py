@@ -47,7 +47,7 @@ class _BatchNorm(SplitModule):
         here = slice(self._first, self._first + self._width)
         weight, bias = (None if p is None else partial_parameter(p, self._region)[here] for p in (self.weight, self.bias))
         tracked = self._tracked()
-        mean, var = (None, None) if tracked is None else (tracked[0][here], tracked[1][here])
+        mean, var = (None, None) if tracked is None else (tracked[0][here].clone(), tracked[1][here].clone())
         by_batch = self.training or tracked is None
         momentum = self._momentum()
         if self._width:

@@ -1,0 +1,93 @@
+"""transformers' models in a split by their own plans equal one process; nobody edits them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale_torch as wh
+from tests.parity.compare import Case, Model, check_all, even, no_scope, own, uneven
+from tests.world import world
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+WORDS, LENGTH = 23, 6
+SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 32}
+ROTARY = {**SIZES, "intermediate_size": 22, "num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": 0}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**ROTARY, "attention_bias": True}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**ROTARY, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**ROTARY, "head_dim": 6}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**ROTARY, "sliding_window": 4}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**SIZES, "num_attention_heads": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+}
+
+
+def build(kind: str, **options: Any) -> Any:
+    name, config, given = MODELS[kind]
+    return getattr(transformers, name)(getattr(transformers, config)(**{**given, **options}))
+
+
+class Causal(Model):
+    """A causal language model; what of it is split is told by name."""
+
+    rows = 8
+    dims = (0, 0)
+
+    def __init__(self, scope: Any, kind: str, split: str = "", padding: bool = True, loss: str = "inside", attentions: bool = False, **options: Any):
+        super().__init__()
+        options = {"attn_implementation": "sdpa", **options}
+        if scope is no_scope or split:
+            self.model = build(kind, **options)
+        else:
+            with scope():
+                self.model = build(kind, **options)
+        if scope is not no_scope and split:
+            wh.annotate(self.model, {split: wh.split()} if scope is own else {split: (wh.replica(), wh.split(size=2))})
+        self.padding, self.loss, self.attentions = padding, loss, attentions
+        torch.manual_seed(1)
+        for parameter in self.parameters():  # as built, nearly everything is too small to see
+            nn.init.normal_(parameter, std=0.3)
+
+    @staticmethod
+    def batch(rows: int) -> tuple[Any, ...]:
+        g = torch.Generator().manual_seed(9)
+        lengths = torch.randint(2, LENGTH + 1, (rows,), generator=g)
+        lengths[-1] = LENGTH  # the last rank's rows mask nothing, so it has no mask
+        return torch.randint(1, WORDS, (rows, LENGTH), generator=g), lengths
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Any:
+        mask = (torch.arange(LENGTH) < lengths.unsqueeze(1)).long() if self.padding else None
+        out = self.model(input_ids=ids, attention_mask=mask, labels=ids if self.loss == "inside" else None, output_attentions=self.attentions)
+        if not torch.is_grad_enabled():
+            return out.logits
+        if self.attentions:
+            return out.loss + sum((w.square() * torch.arange(LENGTH)).mean() for w in out.attentions)
+        return out.loss if self.loss == "inside" else out.logits.softmax(-1).square().mean()
+
+
+CASES: list[Case] = [
+    (Causal, {"kind": "llama"}),
+    (Causal, {"kind": "llama", "padding": False, "loss": "outside", "tie_word_embeddings": True}),
+    (Causal, {"kind": "llama", "split": r"model\.layers\..*", "attn_implementation": "eager", "use_cache": False}),
+    (Causal, {"kind": "llama", "split": r".*\.mlp", "use_cache": False}),
+    (Causal, {"kind": "qwen2"}),
+    (Causal, {"kind": "qwen3", "attn_implementation": "eager", "attentions": True}),
+    (Causal, {"kind": "qwen3", "tie_word_embeddings": True}),
+    (Causal, {"kind": "mistral"}),
+    (Causal, {"kind": "gpt2"}),
+    (Causal, {"kind": "gpt2", "split": r"transformer\.h\..*", "padding": False, "use_cache": False}),
+]
+
+
+@pytest.mark.parametrize(("mode", "n"), [("own", 2), ("own", 4), ("shared", 2), ("shared", 4)])
+def test_language_models_equal_one_process(mode: str, n: int) -> None:
+    check_all(CASES, n, mode, even if n == 2 else uneven, timeout=300)
+
+
+def test_heads_of_gpt2_that_do_not_divide() -> None:
+    """4 heads on 3 ranks."""
+    check_all([(Causal, {"kind": "gpt2"})], 3, "own", uneven, timeout=300)
