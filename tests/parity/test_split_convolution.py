@@ -51,7 +51,7 @@ class Classifier(Images):
             self.conv = nn.Conv2d(CHANNELS, 6, 3, stride=2, bias=False)
             self.norm = nn.BatchNorm2d(6, affine=False)
             self.pool = nn.AdaptiveAvgPool2d(1) if pooled else nn.Identity()
-            self.fc = nn.Linear(6 if pooled else 54, 5)
+            self.fc = nn.Linear(6 if pooled else 54, 5, bias=False)
             self.last = nn.BatchNorm1d(5, momentum=None)
 
     def forward(self, x: Tensor) -> Tensor:

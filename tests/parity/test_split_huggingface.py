@@ -91,3 +91,68 @@ def test_language_models_equal_one_process(mode: str, n: int) -> None:
 def test_heads_of_gpt2_that_do_not_divide() -> None:
     """4 heads on 3 ranks."""
     check_all([(Causal, {"kind": "gpt2"})], 3, "own", uneven, timeout=300)
+
+
+def generate(rank: int, n: int, rows: str) -> dict[str, Any]:
+    """Greedy tokens with and without a cache, and what a cache raises where it cannot be kept."""
+    import contextlib
+
+    def make(scope: Any) -> Any:
+        torch.manual_seed(3)
+        with scope:
+            model = build("qwen3", tie_word_embeddings=True)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        return model.eval()
+
+    prompt = torch.randint(1, WORDS, (2, 4), generator=torch.Generator().manual_seed(5))
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = make(contextlib.nullcontext()).generate(prompt, **options)
+    model = wh.parallelize(make(wh.split(rows=rows)))
+    found: dict[str, Any] = {"expected": expected, "without": model.generate(prompt, use_cache=False, **options)}
+    try:
+        found["with"] = model.generate(prompt, **options)
+    except wh.LayoutError as error:
+        found["error"] = str(error)
+    beams = {**options, "num_beams": 2, "use_cache": rows == "shared"}
+    found["beams"] = torch.equal(make(contextlib.nullcontext()).generate(prompt, **beams), model.generate(prompt, **beams))
+    model.train()
+    with pytest.raises(wh.LayoutError, match="not kept in a split where"):
+        first = model(prompt)
+        model(prompt[:, -1:], cache=first.cache)
+    return found
+
+
+def test_generation() -> None:
+    """A cache of keys and values is kept where the ranks are fed the same rows, and refused elsewhere."""
+    for found in world(2, generate, "shared", timeout=300):
+        assert torch.equal(found["with"], found["expected"])
+        assert torch.equal(found["without"], found["expected"])
+        assert found["beams"]
+    for found in world(2, generate, "own", timeout=300):
+        assert torch.equal(found["without"], found["expected"])
+        assert "keys and values of earlier calls are not kept in a split where its ranks have own rows" in found["error"]
+        assert found["beams"]
+
+
+def misuse(rank: int, n: int) -> list[str]:
+    model: Any = wh.parallelize(wh.split(build("llama")))
+    ids = torch.randint(1, WORDS, (2, LENGTH))
+    texts = []
+    for given in (
+        {"input_ids": ids[:, : LENGTH - rank]},
+        {"input_ids": ids, "attention_mask": {"full_attention": torch.ones(2, LENGTH, dtype=torch.bool)}},
+    ):
+        with pytest.raises(wh.LayoutError) as raised:
+            model(**given)
+        texts.append(str(raised.value))
+    with pytest.raises(wh.LayoutError) as raised:
+        model.model.layers[0].self_attn(torch.randn(2, 3, 16), position_embeddings=(torch.ones(2, 3, 2),) * 2, position_bias=torch.ones(2, 8, 3, 3))
+    return [*texts, str(raised.value)]
+
+
+def test_what_attention_refuses() -> None:
+    for lengths, mask, unknown in world(2, misuse, timeout=300):
+        assert "sequences of lengths [6, 5]" in lengths
+        assert "attention_mask has" in mask
+        assert "argument 'position_bias' has shape (2, 8, 3, 3)" in unknown

@@ -125,18 +125,20 @@ class _Masks:
         self._shape = (query.shape[samples], query.shape[length], key.shape[length])
         if mask is not None and mask.dim() not in (2, 3):
             raise LayoutError(f"attn_mask has {mask.dim()} dimensions; 2 and 3 are known.", fix="give (L, S) or (N * num_heads, L, S)")
-        self.counts, padded = self._agree(padding, mask, causal)
+        self.counts, padded, remembered = self._agree(padding, mask, causal)
         self.causal = causal and not padded
-        self._padding = self._gather_padding(padding) if padded else None
+        self._padding = self._gather_padding(padding, remembered) if padded else None
         self._mask = None if mask is None or self.causal else self._of_heads(mask)
 
-    def _agree(self, padding: Tensor | None, mask: Tensor | None, causal: bool) -> tuple[tuple[int, ...], bool]:
-        """Samples of each feed, and whether any feed has a padding mask."""
+    def _agree(self, padding: Tensor | None, mask: Tensor | None, causal: bool) -> tuple[tuple[int, ...], bool, bool]:
+        """Samples of each feed, whether any feed has a padding mask, and whether all remember what they gathered of it."""
         batch, length, source = self._shape
+        known = padding is not None and self._region.recall(padding, "padding") is not None
         if self._region.rows.size == 1:
-            return (batch,), padding is not None
+            return (batch,), padding is not None, known
         digest = 0 if mask is None or mask.dim() == 3 else self._digest(mask)
-        numbers = (batch, length, source, 0 if mask is None else mask.dim(), digest, int(causal), int(padding is not None))
+        state = 0 if padding is None else 1 + known
+        numbers = (batch, length, source, 0 if mask is None else mask.dim(), digest, int(causal), state)
         rows = self._region.meet("samples of a split attention", numbers)
         label = f"split MultiheadAttention '{self._module._cut.module}'"
         for row in rows:
@@ -150,7 +152,8 @@ class _Masks:
                     f"{label}: the ranks have different attention masks (dimensions {rows[0][3]} and {row[3]}, digests {rows[0][4] & 0xFFFF} and {row[4] & 0xFFFF}).",
                     fix="give every rank the same attn_mask of 2 dimensions; a mask of samples has 3, or is a key_padding_mask",
                 )
-        return tuple(row[0] for row in rows), any(row[6] for row in rows)
+        states = [row[6] for row in rows]
+        return tuple(row[0] for row in rows), any(states), min(states) == 2
 
     def _digest(self, mask: Tensor) -> int:
         known: int | None = self._region.recall(mask, "digest of a mask")
@@ -160,17 +163,17 @@ class _Masks:
             self._region.remember(mask, "digest of a mask", known)
         return known
 
-    def _gather_padding(self, padding: Tensor | None) -> Tensor:
-        batch, _, source = self._shape
-        if padding is None:
-            none = torch.zeros(batch, source, device=self._module.out_proj.weight.device)
-            return Enter.apply(none, self.counts, self._region)  # type: ignore[no-any-return]
-        known: Tensor | None = self._region.recall(padding, "padding")
-        if known is None:
-            known = Enter.apply(_additive(padding, torch.float32), self.counts, self._region)
-            assert known is not None
-            self._region.remember(padding, "padding", known)
-        return known
+    def _gather_padding(self, padding: Tensor | None, remembered: bool) -> Tensor:
+        """[N, S] of all feeds; a feed without one masks nothing."""
+        if padding is not None and remembered:
+            known: Tensor = self._region.recall(padding, "padding")
+            return known
+        device = self._module.out_proj.weight.device
+        mine = torch.zeros(self._shape[0], self._shape[2], device=device) if padding is None else _additive(padding, torch.float32)
+        gathered: Tensor = Enter.apply(mine, self.counts, self._region)
+        if padding is not None:
+            self._region.remember(padding, "padding", gathered)
+        return gathered
 
     def _of_heads(self, mask: Tensor) -> Tensor:
         """[L, S] as it is, [B * H, L, S] -> [N, h, L, S]."""

@@ -36,20 +36,24 @@ class _Convolution(SplitModule):
 
     def _convolve(self, x: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
         """This rank's share of the convolution: [N, K, *pixels] -> [N, K', *pixels']."""
+        if self._width and x.shape[0]:
+            return self._run(x, self.weight, bias, groups)
+        # no channels or no rows here: the shape of the result, and a graph, so that the bridges' backward runs
+        image = torch.empty((1, 1, *x.shape[2:]), device="meta", dtype=x.dtype)
+        filters = torch.empty((1, 1, *self.weight.shape[2:]), device="meta", dtype=x.dtype)
+        pixels = self._run(image, filters, None, 1).shape[2:]
+        nothing = x.sum() + self.weight.sum() * 0.0 + (0.0 if bias is None else bias.sum() * 0.0)
+        return x.new_zeros(x.shape[0], self.weight.shape[0], *pixels) + nothing * 0.0
+
+    def _run(self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
         module: Any = self
-        convolve: Any = _CONVOLVE[x.dim() - 2]
         padding = module.padding
         if self.padding_mode != "zeros":
             x = F.pad(x, module._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        if self._width and x.shape[0]:
-            out: Tensor = convolve(x, self.weight, bias, module.stride, padding, module.dilation, groups)
-            return out
-        # no channels or no rows here: the shape of the result, and a graph, so that the bridges' backward runs
-        on_meta = torch.empty((1, x.shape[1] or 1, *x.shape[2:]), device="meta"), torch.empty((1, x.shape[1] or 1, *self.weight.shape[2:]), device="meta")
-        pixels = convolve(*on_meta, None, module.stride, padding, module.dilation).shape[2:]
-        nothing = x.sum() + self.weight.sum() + (0.0 if bias is None else bias.sum())
-        return x.new_zeros(x.shape[0], self.weight.shape[0], *pixels) + nothing * 0.0
+        convolve: Any = _CONVOLVE[x.dim() - 2]
+        out: Tensor = convolve(x, weight, bias, module.stride, padding, module.dilation, groups)
+        return out
 
 
 class _ColumnConvolution(_Convolution):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -165,18 +166,18 @@ def _enter(module: SplitAttention, given: dict[str, Any]) -> dict[str, Any]:
             out["encoder_hidden_states"] = enter_samples(states, call.counts, region)
         _take_heads(module, out)
         return out
-    _check_arguments(module, given, hidden.shape[0])
-    mask = given.get("attention_mask")
-    call.counts, any_mask = _agree(module, hidden, mask)
-    if any_mask and mask is None:
-        out["attention_mask"] = mask = _causal_mask(module, hidden)
+    _check_arguments(module, given)
+    call.counts, any_mask, remembered = _agree(module, hidden, out)
+    if any_mask and out.get("attention_mask") is None:
+        out["attention_mask"] = _causal_mask(module, hidden)
     out["hidden_states"] = enter_samples(hidden, call.counts, region)
     for name in _SAMPLES:
         value = out.get(name)
         if isinstance(value, Tensor):
-            out[name] = _gather(module, name, value, hidden.shape[0])
+            out[name] = _gather(module, name, value, hidden.shape[0], remembered)
         elif isinstance(value, (tuple, list)):
-            out[name] = type(value)(_gather(module, f"{name}[{i}]", x, hidden.shape[0]) for i, x in enumerate(value))
+            parts = (_gather(module, f"{name}[{i}]", x, hidden.shape[0], remembered) for i, x in enumerate(value))
+            out[name] = type(value)(parts)
     _take_heads(module, out)
     return out
 
@@ -191,31 +192,49 @@ def _take_heads(module: SplitAttention, given: dict[str, Any]) -> None:
         given["attention_mask"] = mask[:, sum(local[:index]) : sum(local[: index + 1])]
 
 
-def _check_arguments(module: SplitAttention, given: Mapping[str, Any], samples: int) -> None:
+def _check_arguments(module: SplitAttention, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if isinstance(value, Tensor) and name not in ("hidden_states", *_SAMPLES, *_FREE) and value.dim() > 0:
             raise _error(
                 module, f"argument '{name}' has shape {tuple(value.shape)}, and nothing says whether it holds samples.",
                 "split it with shared rows, wh.split(rows=\"shared\") or inside wh.replica(), or move it out of the split scope",
             )  # fmt: skip
+    mask = given.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        told = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
+        raise _error(module, f"attention_mask has {told}.", 'build the model with attn_implementation="sdpa" or "eager"')
 
 
-def _agree(module: SplitAttention, hidden: Tensor, mask: Tensor | None) -> tuple[tuple[int, ...], bool]:
-    """Samples of each feed, and whether any feed has a mask: a model may drop a mask that masks nothing."""
-    if mask is not None and not isinstance(mask, Tensor):
-        raise _error(module, f"attention_mask is a {type(mask).__name__}.", 'build the model with attn_implementation="sdpa" or "eager"')
-    dims = 0 if mask is None else mask.dim()
-    rows = module._region.meet("samples of a split attention", (*hidden.shape[:2], dims, 0 if mask is None else mask.shape[-1]))
+def _agree(module: SplitAttention, hidden: Tensor, given: Mapping[str, Any]) -> tuple[tuple[int, ...], bool, bool]:
+    """Samples of each feed, whether any feed has a mask, and whether all feeds remember what they gathered of the rest.
+
+    A model may drop a mask that masks nothing, so feeds may differ in it. Raises LayoutError for any other difference.
+    """
+    region, mask = module._region, given.get("attention_mask")
+    tensors = [(name, *part) for name in _SAMPLES for part in _parts(name, given.get(name))]
+    shapes = tuple((label, *x.shape[1:]) for name, label, x in tensors if name != "attention_mask")
+    known = all(region.recall(x, label) is not None for _, label, x in tensors)
+    numbers = (*hidden.shape[:2], 0 if mask is None else mask.shape[-1], zlib.crc32(repr(shapes).encode()), int(known))
+    rows = region.meet("samples of a split attention", numbers)
     if any(row[1] != rows[0][1] for row in rows):
-        raise _error(module, f"the ranks have sequences of lengths {[row[1] for row in rows]}.", "pad the batch to one length on all ranks of the split")
-    masked = {row[2:] for row in rows if row[2]}
-    if len(masked) > 1:
-        raise _error(module, f"the ranks have attention masks of (dimensions, keys) {sorted(masked)}.", "pad the batch to one length on all ranks of the split")
-    if masked and next(iter(masked))[0] != 4:
         raise _error(
-            module, f"attention_mask has {next(iter(masked))[0]} dimensions.", 'build the model with attn_implementation="sdpa" or "eager"'
+            module, f"the ranks have sequences of lengths {[row[1] for row in rows]}.", "pad the batch to one length on all ranks of the split"
         )  # fmt: skip
-    return tuple(row[0] for row in rows), bool(masked)
+    keys = {row[2] for row in rows if row[2]}
+    if len(keys) > 1 or any(row[3] != rows[0][3] for row in rows):
+        raise _error(
+            module, f"the ranks call it with different arguments: masks of {sorted(keys)} keys, other arguments {shapes} here.",
+            "call the model with the same arguments on all ranks of the split",
+        )  # fmt: skip
+    masked = [row[2] > 0 for row in rows]
+    return tuple(row[0] for row in rows), any(masked), all(row[4] for row in rows) and any(masked) == all(masked)
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of one argument, by the names under which they are remembered."""
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    return [(f"{name}[{i}]", x) for i, x in enumerate(value)] if isinstance(value, (tuple, list)) else []
 
 
 def _causal_mask(module: SplitAttention, hidden: Tensor) -> Tensor:
@@ -227,7 +246,7 @@ def _causal_mask(module: SplitAttention, hidden: Tensor) -> Tensor:
     return mask.expand(samples, 1, length, length)
 
 
-def _gather(module: SplitAttention, name: str, x: Tensor, samples: int) -> Tensor:
+def _gather(module: SplitAttention, name: str, x: Tensor, samples: int, remembered: bool) -> Tensor:
     """Own samples of an argument, or one that stands for all of them -> those of all feeds; once for all layers."""
     region, counts = module._region, module._call.counts
     if x.dim() < 2 or x.shape[0] not in (1, samples):
@@ -235,7 +254,7 @@ def _gather(module: SplitAttention, name: str, x: Tensor, samples: int) -> Tenso
             module, f"argument '{name}' has shape {tuple(x.shape)}, and {samples} samples are fed.",
             "give it one entry a sample in front, or one for all",
         )  # fmt: skip
-    known: Tensor | None = region.recall(x, name)
+    known: Tensor | None = region.recall(x, name) if remembered else None
     if known is None:
         whole = x.expand(samples, *x.shape[1:])
         known = Enter.apply(whole, counts, region) if x.requires_grad else gather_plain(whole, counts, region, name)
