@@ -139,20 +139,20 @@ def misuse(rank: int, n: int) -> list[str]:
     model: Any = wh.parallelize(wh.split(build("llama")))
     ids = torch.randint(1, WORDS, (2, LENGTH))
     texts = []
-    for given in (
-        {"input_ids": ids[:, : LENGTH - rank]},
-        {"input_ids": ids, "attention_mask": {"full_attention": torch.ones(2, LENGTH, dtype=torch.bool)}},
-    ):
-        with pytest.raises(wh.LayoutError) as raised:
-            model(**given)
-        texts.append(str(raised.value))
     with pytest.raises(wh.LayoutError) as raised:
-        model.model.layers[0].self_attn(torch.randn(2, 3, 16), position_embeddings=(torch.ones(2, 3, 2),) * 2, position_bias=torch.ones(2, 8, 3, 3))
-    return [*texts, str(raised.value)]
+        model(input_ids=ids[:, : LENGTH - rank])
+    texts.append(str(raised.value))
+    hidden, positions = torch.randn(2, 3, 16), (torch.ones(2, 3, 2),) * 2
+    for given in ({"attention_mask": torch.ones(2, 3)}, {"position_bias": torch.ones(2, 8, 3, 3)}, {"position_ids": torch.ones(3, 2, 3)}):
+        with pytest.raises(wh.LayoutError) as raised:
+            model.model.layers[0].self_attn(hidden, position_embeddings=positions, **given)
+        texts.append(str(raised.value))
+    return texts
 
 
 def test_what_attention_refuses() -> None:
-    for lengths, mask, unknown in world(2, misuse, timeout=300):
+    for lengths, mask, unknown, positions in world(2, misuse, timeout=300):
         assert "sequences of lengths [6, 5]" in lengths
-        assert "attention_mask has" in mask
+        assert "attention_mask has 2 dimensions" in mask
+        assert "argument 'position_ids' has shape (3, 2, 3), and 2 samples are fed" in positions
         assert "argument 'position_bias' has shape (2, 8, 3, 3)" in unknown

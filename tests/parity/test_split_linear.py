@@ -104,20 +104,24 @@ def test_a_rank_without_rows() -> None:
 
 
 def count_collectives(rank: int, n: int) -> dict[str, int]:
-    """Calls on the region's groups in one forward and in one backward."""
+    """Collectives of the region in one forward and in one backward."""
     model: Any = wh.parallelize(Pairs(own))
     region = runtime_of(model, "a test").regions[0]
-    before = region.columns.num_calls
+    def counted() -> tuple[int, int]:
+        return region.headers.num_calls, region.rows.num_calls
+
+    before = counted()
     loss = model(*Pairs.batch(4)).mean()
-    forward = region.columns.num_calls
+    forward = counted()
     loss.backward()
-    return {"forward": forward - before, "backward": region.columns.num_calls - forward}
+    backward = counted()
+    return {"headers": forward[0] - before[0], "forward": forward[1] - before[1], "backward": backward[1] - forward[1]}
 
 
 def test_a_pair_enters_once_and_leaves_once() -> None:
-    """Two pairs: counts, rows in and rows out each; the gated pair's two columns share what came in."""
+    """Two pairs: one agreement, rows in and rows out each; the gated pair's two columns share what came in."""
     for counted in world(3, count_collectives):
-        assert counted == {"forward": 6, "backward": 4}
+        assert counted == {"headers": 2, "forward": 4, "backward": 4}
 
 
 def double_leave() -> None:

@@ -9,28 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whale_torch.comm import columnwise  # noqa: F401 - its rules come first, those below fall back to them
 from whale_torch.comm.columns import Columns, dropout, register_function, registered_function
 
-__all__ = ["register_channel_functions"]
-
-
-def register_channel_functions() -> None:
-    """Teaches Columns the functions of this file."""
-    register_function(
-        *(F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
-        *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.interpolate),
-        *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
-        *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
-    )(_pool)
-    register_function(F.dropout1d, F.dropout2d, F.dropout3d)(_channel_dropout)
-    for function in _FLATTENING:
-        register_function(function)(_flatten)
-
+__all__: list[str] = []
 
 _FLATTENING = (torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape, torch.reshape)
 _otherwise = {function: registered_function(function) for function in _FLATTENING}
 
 
+@register_function(
+    *(F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
+    *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.interpolate),
+    *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+    *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
+)
 def _pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Functions from [N, K, *pixels] to [N, K, *pixels'] in which channels do not meet."""
     z = args[0] if args else kwargs.get("input")
@@ -59,6 +52,7 @@ def _channels(z: Columns) -> bool:
     return bool(z.place.tail) and len(z.place.lead) == 1
 
 
+@register_function(F.dropout1d, F.dropout2d, F.dropout3d)
 def _channel_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Whole channels are dropped: each rank draws for its own."""
     given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
@@ -73,6 +67,7 @@ def _channel_dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return Columns.of(local * mask, z.place)
 
 
+@register_function(*_FLATTENING)
 def _flatten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """[N, K, *pixels] -> [N, K * pixels]: a channel's pixels lie side by side, so columns stay columns."""
     z = args[0] if args else None

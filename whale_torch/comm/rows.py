@@ -12,7 +12,6 @@ from whale_torch.comm.bridge import Enter, Leave, RowsToColumns, gather_feeds
 from whale_torch.comm.collectives import all_reduce
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.region import Region
-from whale_torch.errors import LayoutError
 
 __all__ = [
     "Rows",
@@ -33,8 +32,9 @@ Rows = tuple[Tensor, tuple[int, ...], tuple[int, ...]]
 _INPUT = "the input of a split layer"
 
 
-def _counts(num_rows: int, region: Region, operation: str) -> tuple[int, ...]:
-    return region.agree(operation, num_rows) if region.rows.size > 1 else (num_rows,)
+def _counts(x: Tensor, region: Region, operation: str, detail: str, fix: str = "give all ranks of the split one kind of input") -> tuple[int, ...]:
+    """Rows of each feed. Raises on every rank where ranks come with different dtypes or `detail`."""
+    return region.agree(operation, x.shape[0], f"{x.dtype}{detail}", fix) if region.rows.size > 1 else (x.shape[0],)
 
 
 def _plain_rows(x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def enter_rows(x: Tensor, region: Region) -> Rows:
     known = region.recall(x, "rows")
     if known is None:
         flat = x.reshape(torch.Size(lead).numel(), x.shape[-1])
-        counts = _counts(flat.shape[0], region, "rows of a split's input")
+        counts = _counts(flat, region, "rows of a split's input", f" of width {flat.shape[1]}")
         known = (Enter.apply(flat, counts, region), counts)
         region.remember(x, "rows", known)
     return known[0], known[1], lead
@@ -60,23 +60,10 @@ def enter_rows(x: Tensor, region: Region) -> Rows:
 def agree_on_samples(x: Tensor, region: Region, operation: str) -> tuple[int, ...]:
     """Samples of each feed, along dim 0 of x.
 
-    Raises LayoutError where the samples of the ranks have different shapes.
+    Raises LayoutError on every rank where the samples of the ranks have different shapes or dtypes.
     """
-    if region.rows.size == 1:
-        return (x.shape[0],)
-    shape = tuple(x.shape[1:])
-    rows = region.meet(operation, (x.shape[0], len(shape), *(shape + (0, 0, 0, 0))[:4]))
-    for row in rows:
-        if row[1:] != rows[0][1:]:
-            raise LayoutError(
-                f"{region.label}: a sample has shape {_shape(rows[0])} on one rank and {_shape(row)} on another.",
-                fix="pad the batch to one length on all ranks of the split",
-            )
-    return tuple(row[0] for row in rows)
-
-
-def _shape(row: tuple[int, ...]) -> tuple[int, ...]:
-    return row[2 : 2 + min(row[1], 4)]
+    fix = "pad the batch to one length on all ranks of the split"
+    return _counts(x, region, operation, f" of shape {tuple(x.shape[1:])}", fix)
 
 
 def enter_samples(x: Tensor, counts: tuple[int, ...], region: Region, dim: int = 0) -> Tensor:
@@ -109,11 +96,13 @@ def enter_columns(x: Tensor, widths: Sequence[int], region: Region) -> Rows:
     A split's output with the same cut is taken as it lies; anything else moves once.
     """
     if isinstance(x, Columns) and x.place.region.columns is region.columns and x.place.widths == tuple(widths) and not x.place.tail:
+        if x.place.applied:
+            x.place.agree("columns of a split's input")
         return x.local, x.place.counts, x.place.lead
     x = _plain_rows(x)
     lead = tuple(x.shape[:-1])
     flat = x.reshape(torch.Size(lead).numel(), x.shape[-1])
-    counts = _counts(flat.shape[0], region, "columns of a split's input")
+    counts = _counts(flat, region, "columns of a split's input", f" of width {flat.shape[1]}")
     return RowsToColumns.apply(flat, counts, tuple(widths), region), counts, lead
 
 
@@ -124,6 +113,8 @@ def enter_channels(x: Tensor, widths: Sequence[int], region: Region) -> tuple[Te
     samples have different shapes.
     """
     if isinstance(x, Columns) and x.place.region.columns is region.columns and x.place.widths == tuple(widths) and len(x.place.lead) == 1:
+        if x.place.applied:
+            x.place.agree("channels of a split's input")
         return x.local, x.place.counts
     x = _plain_rows(x)
     counts = agree_on_samples(x, region, "channels of a split's input")

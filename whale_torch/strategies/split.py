@@ -81,15 +81,16 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
         parameter = parameters[name]
         if tuple(parameter.shape) == cut.shard.shape and tuple(parameter.shape) != cut.shard.local_shape(cut.index):
             parameter.data = cut.shard.cut(parameter.data, cut.index)
-        set_place(parameter, ParameterPlace(name, cut.copies, cut.shard, cut.parts, cut.site))
+        set_place(parameter, ParameterPlace(name, cut.copies, cut.shard, cut.parts, cut.site, mesh.everyone()))
     graph_of = {name: graph for graph in plan.taskgraphs for name in graph.modules}
     regions: dict[int, Region] = {}
     for decided in plan.cuts:
         graph = graph_of[_root_of(decided.module, graph_of)]
         if graph.index not in regions:
             groups = groups_of(plan, mesh, graph.device)
+            headers = mesh.group(f"{graph.device} headers", plan.device(graph.device).columns, channel="headers")
             strict = graph.option("split", "gather") == "error"
-            regions[graph.index] = Region(f"{graph.label} at {graph.site}", *groups, strict=strict)
+            regions[graph.index] = Region(f"{graph.label} at {graph.site}", *groups, headers=headers, strict=strict)
         module = modules[decided.module]
         module.__class__ = run_class(decided, type(module))
         module.__dict__.update(_region=regions[graph.index], _cut=decided, _options=dict(graph.annotations[-1].options))

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whale_torch.comm.channels import register_channel_functions
 from whale_torch.comm.rows import enter_batch, enter_channels, leave_rows
 from whale_torch.errors import LayoutError
 from whale_torch.strategies.split_rules import SplitModule, register_class
@@ -93,7 +92,6 @@ def _joined(split: type[_Convolution], module_type: type[nn.Module]) -> type[Spl
     return type(f"Split{module_type.__name__}", (split, module_type), {"__module__": module_type.__module__, "__doc__": split.__doc__})
 
 
-register_channel_functions()
 for _name in ("Conv1d", "Conv2d", "Conv3d"):
     register_class(_name, "columns", functools.partial(_joined, _ColumnConvolution))
     register_class(_name, "rows", functools.partial(_joined, _RowConvolution))

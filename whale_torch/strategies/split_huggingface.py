@@ -52,19 +52,16 @@ class _Call:
         return copied
 
 
-class _OutputProjection(nn.Module):
+class _OutputProjection(SplitModule):
     """The last layer of an attention module: takes this rank's heads of all samples, gives complete own rows."""
 
+    _added = (*SplitModule._added, "_call")
     _call: _Call
     weight: Tensor
     bias: Tensor | None
 
     def _product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def _get_name(self) -> str:
-        order = type(self).__mro__
-        return order[order.index(_OutputProjection) + 1].__name__
 
     def forward(self, input: Tensor) -> Tensor:
         call = self._call
@@ -91,6 +88,7 @@ class SplitAttention(SplitModule):
     Raises LayoutError for arguments whose samples it cannot tell, and for a cache that holds other rows than the own.
     """
 
+    _added = (*SplitModule._added, "_call", "_whole")
     _call: _Call
     _whole: list[tuple[nn.Module, str]]
 
@@ -105,7 +103,7 @@ class SplitAttention(SplitModule):
         rows = _rows_member(self)
         self.__dict__["_whole"] = [(member, key) for member, key in whole if member is not rows]
         rows.__class__ = _LinearOutput if isinstance(rows, nn.Linear) else _joined(_TransposedOutput, type(rows))
-        rows.__dict__["_call"] = self._call
+        rows.__dict__.update(_call=self._call, _region=self._region, _cut=self._cut, _options=self._options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call

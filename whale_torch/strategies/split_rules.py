@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from whale_torch.comm.columns import Columns, ColumnsPlace, Hold
 from whale_torch.comm.region import Region
 from whale_torch.planning.rules import Cut, PlanFunction, SplitRule, register_rule, unregister_rule
+from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
 
 __all__ = ["SplitModule", "register_class", "register_split_rule", "run_class"]
 
@@ -27,9 +28,26 @@ class SplitModule(nn.Module):
     _cut: Cut
     _options: dict[str, Any]
 
+    _added: tuple[str, ...] = ("_region", "_cut", "_options", "_delay")
+    """Attributes that a plain module of the same kind does not have."""
+
+    @classmethod
+    def _base(cls) -> type[nn.Module]:
+        """The class that the module had."""
+        base: type[nn.Module] = cls.__mro__[cls.__mro__.index(SplitModule) + 1]
+        return base
+
     def _get_name(self) -> str:
-        order = type(self).__mro__
-        return order[order.index(SplitModule) + 1].__name__
+        return self._base().__name__
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return pickled_as(self, self._base(), self._added)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return deep_copied(self, memo)
+
+    def __copy__(self) -> nn.Module:
+        return shallow_copied(self)
 
     def _prepare(self) -> None:
         """Called once, after the parameters were cut."""
