@@ -22,7 +22,7 @@ from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.region import Region
 from whale_torch.errors import LayoutError
 
-__all__ = ["Columns", "ColumnsPlace", "Deferred", "Hold", "dropout", "plain", "register_function", "user_site"]
+__all__ = ["Columns", "ColumnsPlace", "Deferred", "Hold", "dropout", "plain", "register_function", "registered_function", "user_site"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +295,11 @@ def register_function(*functions: Any) -> Callable[[Rule], Rule]:
         return rule
 
     return register
+
+
+def registered_function(function: Any) -> Rule:
+    """The rule of a torch function, one that gathers where it has none."""
+    return _RULES.get(function) or (lambda func, args, kwargs: NotImplemented)
 
 
 def dropout(x: Tensor, p: float, training: bool, region: Region, *, inplace: bool = False) -> Tensor:

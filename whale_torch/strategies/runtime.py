@@ -23,7 +23,7 @@ from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.delayed import Delay
 from whale_torch.strategies.outputs import map_tensors
-from whale_torch.strategies.split_rules import ColumnLinear
+from whale_torch.strategies.split_linear import ColumnLinear
 from whale_torch.strategies.state_hooks import cut_places
 
 __all__ = ["CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
