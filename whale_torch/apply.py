@@ -13,12 +13,15 @@ from whale_torch.annotation import Annotation
 from whale_torch.capture import Scope
 from whale_torch.checkpoint.plain import Weights, read_weights
 from whale_torch.cluster import Cluster
+from whale_torch.comm.drift import watch_optimizers
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError
 from whale_torch.mesh import Mesh, start
 from whale_torch.optim import guard
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan
+from whale_torch.strategies.batch import BatchReader
+from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
 from whale_torch.strategies.outputs import tensors_in
 from whale_torch.strategies.replica import equalize, make_reducers, place_whole_parameters
@@ -79,6 +82,8 @@ def parallelize(
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     mesh = start(device, seconds)
     made = _decide(model, mesh, cluster, plan, default, _rows(sample_inputs))
+    check_batch_norm(model, made)
+    reader = BatchReader(model, made.batch_dim)
     cuts = cut_parameters(model, made, mesh)
     state = None if weights is None else read_weights(weights, model)
     if is_meta(model):
@@ -93,9 +98,11 @@ def parallelize(
     model.to(mesh.device)
     place_whole_parameters(model, mesh)
     equalize(model)
-    runtime = Runtime(model, made, mesh, regions, lambda: make_reducers(model, made, mesh))
+    sync_batch_norm(model, made, mesh)
+    runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     make_root(model, runtime)
     guard.install()
+    watch_optimizers()
     torch.manual_seed(seed + 1 + mesh.rank // made.feed_size)
     return model
 
@@ -103,6 +110,11 @@ def parallelize(
 def _check_first_time(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"wh.parallelize takes an nn.Module, got {type(model).__name__}.", fix="wh.parallelize(model)")
+    if "forward" in model.__dict__:
+        raise PlanError(
+            f"this {type(model).__name__} has a forward of its own on the instance, which would run past whale_torch.",
+            fix="define forward in the class, or call wh.parallelize before it is replaced",
+        )
     for name, module in model.named_modules():
         if KEY in module.__dict__:
             where = f"its member '{name}'" if name else "this model"

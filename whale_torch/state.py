@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from whale_torch.comm.collectives import broadcast_copy
 from whale_torch.comm.cut_tensor import CutTensor, join
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError
-from whale_torch.strategies.runtime import is_parallelized, runtime_of
+from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized, runtime_of
 
 __all__ = ["full_state_dict", "full_tensor", "no_sync", "reduce"]
 
@@ -40,6 +41,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Tied parameters share memory, as in a plain state_dict. Takes a parallelized model, a member of one, a copy of one and
     what wraps a copy (torch.optim.swa_utils.AveragedModel); tensors lie on the parameters' device.
+    Buffers that differ between ranks (running statistics of a local BatchNorm) are rank 0's on every rank.
     Raises PlanError for a model without a parallelized part.
     """
     if not is_parallelized(model):
@@ -54,11 +56,20 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         parameter = first.get(key, key)
         if parameter not in whole:
-            whole[parameter] = value.whole() if isinstance(value, CutTensor) else value.detach().clone()
+            whole[parameter] = _whole(value, key in first, model, key)
         full[key] = whole[parameter]
     if hasattr(state, "_metadata"):  # versions of modules, by which load_state_dict reads older files
         full._metadata = state._metadata  # type: ignore[attr-defined]
     return full
+
+
+def _whole(value: Tensor, is_parameter: bool, model: nn.Module, key: str) -> Tensor:
+    if isinstance(value, CutTensor):
+        return value.whole()
+    runtime = model.__dict__.get(KEY)
+    if is_parameter or not isinstance(runtime, Runtime):
+        return value.detach().clone()
+    return broadcast_copy(value, runtime.mesh.everyone(), name=f"buffer {key}")
 
 
 def reduce(value: Value, how: str = "mean", *, weight: float = 1.0) -> Value:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from whale_torch.comm.collectives import all_gather_rows, all_reduce, all_to_all_rows, gather_equal, reduce_scatter_rows
 from whale_torch.comm.region import Region
@@ -34,13 +35,25 @@ def sum_to_feed(x: torch.Tensor, counts: Sequence[int], region: Region, name: st
     return out
 
 
-def columns_to_rows(z: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region, name: str) -> torch.Tensor:
+def own_feed(x: torch.Tensor, counts: Sequence[int], region: Region) -> torch.Tensor:
+    """All rows -> rows of the own feed, a view."""
+    start = sum(counts[: region.rows.index])
+    return x[start : start + counts[region.rows.index]]
+
+
+def columns_to_rows(
+    z: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region, name: str
+) -> torch.Tensor:
     """[N, K] -> [F, C]."""
     mine = counts[region.rows.index]
     received = [widths[p] for p in region.row_positions]
     if region.rows.size > 1:
-        flat = all_to_all_rows(z.reshape(-1), [c * z.shape[1] for c in counts], [mine * w for w in received], region.rows, name=name)
-        blocks = [part.view(mine, w) for part, w in zip(flat.split([mine * w for w in received]), received, strict=True)]
+        flat = all_to_all_rows(
+            z.reshape(-1), [c * z.shape[1] for c in counts], [mine * w for w in received], region.rows, name=name
+        )
+        blocks = [
+            part.view(mine, w) for part, w in zip(flat.split([mine * w for w in received]), received, strict=True)
+        ]
     else:
         blocks = [z]
     if region.twins.size == 1:
@@ -54,7 +67,9 @@ def _gather_blocks(blocks: list[torch.Tensor], widths: Sequence[int], region: Re
     of_twin = [sum(widths[p] for p in region.positions_of_twin(i)) for i in range(region.twins.size)]
     sent = torch.cat([block.reshape(-1) for block in blocks])
     spread = sent.unsqueeze(0).expand(region.twins.size, -1).reshape(-1)
-    flat = all_to_all_rows(spread, [sent.numel()] * region.twins.size, [mine * w for w in of_twin], region.twins, name=name)
+    flat = all_to_all_rows(
+        spread, [sent.numel()] * region.twins.size, [mine * w for w in of_twin], region.twins, name=name
+    )
     parts: dict[int, torch.Tensor] = {}
     for i, part in enumerate(flat.split([mine * w for w in of_twin])):
         positions = region.positions_of_twin(i)
@@ -63,15 +78,19 @@ def _gather_blocks(blocks: list[torch.Tensor], widths: Sequence[int], region: Re
     return [parts[p] for p in range(region.columns.size)]
 
 
-def rows_to_columns(x: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region, name: str) -> torch.Tensor:
+def rows_to_columns(
+    x: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region, name: str
+) -> torch.Tensor:
     """[F, C] -> [N, K]."""
     blocks = x.split(list(widths), 1)
     if region.rows.size == 1:
-        return blocks[region.columns.index]
+        return blocks[region.columns.index]  # type: ignore[no-any-return]
     mine, width = x.shape[0], widths[region.columns.index]
     sent = torch.cat([blocks[p].reshape(-1) for p in region.row_positions])
-    out = all_to_all_rows(sent, [mine * widths[p] for p in region.row_positions], [c * width for c in counts], region.rows, name=name)
-    return out.view(-1, width)
+    out = all_to_all_rows(
+        sent, [mine * widths[p] for p in region.row_positions], [c * width for c in counts], region.rows, name=name
+    )
+    return out.view(sum(counts), width)
 
 
 class Enter(torch.autograd.Function):
@@ -84,6 +103,7 @@ class Enter(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = sum_to_feed(grad, ctx.counts, ctx.region, "enter's backward")
         return (out * ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None
@@ -99,6 +119,7 @@ class Leave(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _scaled_gather(grad, ctx.counts, ctx.region, "leave's backward"), None, None
 
@@ -109,9 +130,10 @@ class OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: Sequence[int], region: Region) -> torch.Tensor:
         ctx.counts, ctx.region = counts, region
-        return x.split(list(counts))[region.rows.index].clone()
+        return own_feed(x, counts, region).clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _scaled_gather(grad, ctx.counts, ctx.region, "own rows' backward"), None, None
 
@@ -126,12 +148,15 @@ class ColumnsToRows(torch.autograd.Function):
     """All rows, my columns -> rows of the feed, all columns: [N, K] -> [F, C]."""
 
     @staticmethod
-    def forward(ctx: Any, z: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region) -> torch.Tensor:
+    def forward(
+        ctx: Any, z: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region
+    ) -> torch.Tensor:
         ctx.counts, ctx.widths, ctx.region = counts, widths, region
         out = columns_to_rows(z, counts, widths, region, "columns to rows")
         return out.view_as(out) if out is z else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = rows_to_columns(grad, ctx.counts, ctx.widths, ctx.region, "columns to rows' backward")
         return (out / ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None, None
@@ -141,12 +166,15 @@ class RowsToColumns(torch.autograd.Function):
     """Rows of the feed, all columns -> all rows, my columns: [F, C] -> [N, K]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region
+    ) -> torch.Tensor:
         ctx.counts, ctx.widths, ctx.region = counts, widths, region
         out = rows_to_columns(x, counts, widths, region, "rows to columns")
         return out.contiguous() if region.rows.size == 1 else out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = columns_to_rows(grad.contiguous(), ctx.counts, ctx.widths, ctx.region, "rows to columns' backward")
         return (out * ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None, None
@@ -161,12 +189,10 @@ class MeanSeed(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return mean_seed(grad, ctx.region), None
-
-
-def mean_seed(grad: torch.Tensor, region: Region) -> torch.Tensor:
-    """Mean of a scalar gradient over the region's ranks."""
-    if region.columns.size == 1:
-        return grad
-    return gather_equal(grad.reshape(1), region.columns, name="loss seed").mean()
+        region = ctx.region
+        if region.columns.size == 1:
+            return grad, None
+        seeds = gather_equal(grad.reshape(1), region.columns, name="seed of a loss")
+        return seeds.mean().reshape(grad.shape), None

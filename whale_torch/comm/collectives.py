@@ -13,7 +13,18 @@ import torch.distributed as dist
 from whale_torch.comm.failure import explain
 from whale_torch.mesh import Group
 
-__all__ = ["all_gather_rows", "all_reduce", "all_reduce_async", "all_to_all_rows", "broadcast", "gather_equal", "gather_equal_async", "reduce_scatter_equal", "reduce_scatter_rows"]
+__all__ = [
+    "all_gather_rows",
+    "all_reduce",
+    "all_reduce_async",
+    "all_to_all_rows",
+    "broadcast",
+    "broadcast_copy",
+    "gather_equal",
+    "gather_equal_async",
+    "reduce_scatter_equal",
+    "reduce_scatter_rows",
+]
 
 # renamed in torch 2.13; the old names warn there and the new ones are absent before
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +39,9 @@ def _run(group: Group, operation: str, call: Callable[[], object]) -> None:
         raise explain(group, operation, error) from error
 
 
-def all_reduce(x: torch.Tensor, group: Group, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, name: str = "all-reduce") -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, group: Group, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, name: str = "all-reduce"
+) -> torch.Tensor:
     """Reduces x in place over the group and returns it."""
     if group.size > 1:
         group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size)
@@ -53,6 +66,14 @@ def broadcast(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torc
     return x
 
 
+def broadcast_copy(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
+    """A dense copy of the first rank's x, of any dtype, on every rank of the group."""
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    if out.numel():
+        broadcast(torch.view_as_real(out) if out.is_complex() else out.view(torch.uint8) if out.dtype is torch.bool else out, group, name=name)
+    return out
+
+
 def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> torch.Tensor:
     """Every rank's x, of one shape, stacked in front: [group.size, *x.shape]."""
     if group.size == 1:
@@ -68,7 +89,9 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
     return out
 
 
-def gather_equal_async(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> tuple[torch.Tensor, Callable[[], None]]:
+def gather_equal_async(
+    x: torch.Tensor, group: Group, *, name: str = "all-gather"
+) -> tuple[torch.Tensor, Callable[[], None]]:
     """Starts gather_equal; the second value waits for the first."""
     if group.size == 1:
         return x.unsqueeze(0), lambda: None
@@ -90,7 +113,9 @@ def all_gather_rows(x: torch.Tensor, counts: Sequence[int], group: Group, *, nam
     return all_to_all_rows(spread, [x.shape[0]] * group.size, list(counts), group, name=name)
 
 
-def all_to_all_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group, *, name: str = "all-to-all") -> torch.Tensor:
+def all_to_all_rows(
+    x: torch.Tensor, sent: list[int], received: list[int], group: Group, *, name: str = "all-to-all"
+) -> torch.Tensor:
     """Sends sent[i] rows to the i-th rank and receives received[i] from it: [sum(sent), ...] -> [sum(received), ...]."""
     if group.size == 1:
         return x
@@ -102,7 +127,9 @@ def all_to_all_rows(x: torch.Tensor, sent: list[int], received: list[int], group
     return out
 
 
-def reduce_scatter_rows(x: torch.Tensor, counts: Sequence[int], group: Group, *, name: str = "reduce-scatter") -> torch.Tensor:
+def reduce_scatter_rows(
+    x: torch.Tensor, counts: Sequence[int], group: Group, *, name: str = "reduce-scatter"
+) -> torch.Tensor:
     """[sum(counts), ...] of every rank -> the sum of this rank's rows, added in rank order on every rank."""
     if group.size == 1:
         return x

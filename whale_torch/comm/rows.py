@@ -16,8 +16,9 @@ __all__ = ["Rows", "enter_batch", "enter_columns", "enter_rows", "gather_plain",
 Rows = tuple[Tensor, tuple[int, ...], tuple[int, ...]]
 
 
-def _counts(num_rows: int, region: Region, operation: str) -> tuple[int, ...]:
-    return region.agree(operation, num_rows) if region.rows.size > 1 else (num_rows,)
+def _counts(x: Tensor, region: Region, operation: str, detail: str = "") -> tuple[int, ...]:
+    """Rows of each feed. Raises on every rank where ranks come with different dtypes or `detail`."""
+    return region.agree(operation, x.shape[0], f"{x.dtype}{detail}") if region.rows.size > 1 else (x.shape[0],)
 
 
 def enter_rows(x: Tensor, region: Region) -> Rows:
@@ -31,7 +32,7 @@ def enter_rows(x: Tensor, region: Region) -> Rows:
     known = region.recall(x, "rows")
     if known is None:
         flat = x.reshape(-1, x.shape[-1])
-        counts = _counts(flat.shape[0], region, "rows of a split's input")
+        counts = _counts(flat, region, "rows of a split's input", f" of width {flat.shape[1]}")
         known = (Enter.apply(flat, counts, region), counts)
         region.remember(x, "rows", known)
     return known[0], known[1], lead
@@ -47,7 +48,7 @@ def enter_batch(x: Tensor, region: Region, dim: int = 0) -> tuple[Tensor, tuple[
     known = region.recall(x, f"batch {dim}")
     if known is None:
         first = x.movedim(dim, 0)
-        counts = _counts(first.shape[0], region, "samples of a split's input")
+        counts = _counts(first, region, "samples of a split's input")
         if region.rows.size > 1:
             region.check_equal(tuple(first.shape[1:]), "shape of a sample", "pad the batch to one length on all ranks of the split")
         known = (Enter.apply(first, counts, region), counts)
@@ -61,12 +62,14 @@ def enter_columns(x: Tensor, widths: Sequence[int], region: Region) -> Rows:
     A split's output with the same cut is taken as it lies; anything else moves once.
     """
     if isinstance(x, Columns) and x.place.region.columns is region.columns and x.place.widths == tuple(widths) and not x.place.tail:
+        if x.place.applied:
+            x.place.agree("columns of a split's input")
         return x.local, x.place.counts, x.place.lead
     if isinstance(x, Columns):
         x = x.implicit_rows("the input of a split layer")
     lead = tuple(x.shape[:-1])
     flat = x.reshape(-1, x.shape[-1])
-    counts = _counts(flat.shape[0], region, "columns of a split's input")
+    counts = _counts(flat, region, "columns of a split's input")
     return RowsToColumns.apply(flat, counts, tuple(widths), region), counts, lead
 
 

@@ -193,7 +193,8 @@ def _reduces(
     for name, parameter in parameters.items():
         graph = graphs[owner[name]]
         device = devices[graph.device] if name in shards else devices["replica"]
-        if not parameter.requires_grad or device.world == device.size:
+        could_train = parameter.is_floating_point() or parameter.is_complex()
+        if device.world == device.size or not could_train:
             continue
         wire = graph.option("replica", "reduce_dtype")
         wire_name = None if wire is None or wire is parameter.dtype else str(wire).removeprefix("torch.")
@@ -205,7 +206,7 @@ def _reduces(
         groups.setdefault(key, []).append(name)
     out = []
     for (device_name, wire_name, algorithm, bucket_bytes, in_flight, dtype), names in groups.items():
-        elements = sum(_local_numel(parameters[n], shards.get(n)) for n in names)
+        elements = sum(_local_numel(parameters[n], shards.get(n)) for n in names if parameters[n].requires_grad)
         wire_bytes = elements * (getattr(torch, wire_name) if wire_name else dtype).itemsize
         out.append(Reduce(device_name, wire_name, algorithm, bucket_bytes, in_flight, tuple(names), elements * dtype.itemsize, wire_bytes))
     return tuple(out)
@@ -227,7 +228,7 @@ def _algorithm(asked: str, device: VirtualDevice, cluster: Cluster, graph: TaskG
 def _traffic(
     cuts: list[Cut], device_of: dict[str, VirtualDevice], reduces: tuple[Reduce, ...], devices: dict[str, VirtualDevice], rows: int
 ) -> tuple[Traffic, ...]:
-    out = [Traffic("gradients", r.device, all_reduce_bytes(r.wire_bytes, len(devices[r.device].copies[0]))) for r in reduces]
+    out = [Traffic("gradients", r.device, all_reduce_bytes(r.wire_bytes, len(devices[r.device].copies[0]))) for r in reduces if r.wire_bytes]
     for cut in cuts:
         moved = split_bytes(cut, device_of[cut.module], rows, 4)
         if moved:

@@ -76,8 +76,9 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
         graph = graph_of[_root_of(decided.module, graph_of)]
         if graph.index not in regions:
             groups = groups_of(plan, mesh, graph.device)
+            headers = mesh.group(f"{graph.device} headers", plan.device(graph.device).columns, channel="headers")
             strict = graph.option("split", "gather") == "error"
-            regions[graph.index] = Region(f"{graph.label} at {graph.site}", *groups, strict=strict)
+            regions[graph.index] = Region(f"{graph.label} at {graph.site}", *groups, headers=headers, strict=strict)
         module = modules[decided.module]
         swap = run_class(decided)
         module.__class__ = swap
