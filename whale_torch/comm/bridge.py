@@ -90,7 +90,7 @@ def rows_to_columns(
     out = all_to_all_rows(
         sent, [mine * widths[p] for p in region.row_positions], [c * width for c in counts], region.rows, name=name
     )
-    return out.view(-1, width)
+    return out.view(sum(counts), width)
 
 
 class Enter(torch.autograd.Function):

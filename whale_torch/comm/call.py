@@ -73,7 +73,7 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: Call, weigh: bool) -> torch.Tensor:
         ctx.call, ctx.weigh = call, weigh
-        return x.view_as(x)
+        return x.view_as(x) if x.dim() else x.clone()  # loss /= 4 may not write into a view made here
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

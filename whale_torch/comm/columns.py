@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,17 @@ from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.region import Region
 from whale_torch.errors import LayoutError
 
-__all__ = ["Columns", "ColumnsPlace", "Deferred", "Hold", "dropout", "plain", "register_function", "user_site"]
+__all__ = [
+    "Columns",
+    "ColumnsPlace",
+    "Deferred",
+    "Hold",
+    "dropout",
+    "plain",
+    "refuse_to_write",
+    "register_function",
+    "user_site",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +230,7 @@ class Columns(Tensor):
                 return out
         name = _name_of(func)
         for written in _written(name, args, kwargs):
-            raise LayoutError(
-                f"{name} would write into a split's output {written!r}.",
-                where=user_site(),
-                fix="use the form that returns a new tensor, or z = z.rows() first",
-            )
+            refuse_to_write(written, name)
         return func(*_gathered(args, name), **_gathered(kwargs, name))
 
 
@@ -269,6 +275,15 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     yield from _columns_in(kwargs.get("out"))
     if name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__")):
         yield from _columns_in(args[0] if args else next(iter(kwargs.values()), None))
+
+
+def refuse_to_write(z: Columns, operation: str) -> NoReturn:
+    """Raises LayoutError: z belongs to all ranks of its region."""
+    raise LayoutError(
+        f"{operation} would write into a split's output {z!r}.",
+        where=user_site(),
+        fix="use the form that returns a new tensor, or z = z.rows() first",
+    )
 
 
 def user_site() -> str:

@@ -194,7 +194,7 @@ def _digest(inputs: list[Tensor]) -> int:
     for t in inputs:
         data = t.detach()
         bits = data.to(torch.uint8) if data.dtype == torch.bool else data
-        total = (total * 1000003 + int(torch.hash_tensor(bits).item()) + hash(tuple(t.shape))) & 0x7FFFFFFFFFFFFFFF
+        total = (total * 1000003 + (int(torch.hash_tensor(bits).item()) if bits.numel() else 0) + hash(tuple(t.shape))) & 0x7FFFFFFFFFFFFFFF
     return total
 
 
