@@ -7,6 +7,7 @@ the feeds' losses, weighed by their rows, or one loss of the whole batch.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,9 +36,13 @@ class Classifier(nn.Module):
             with wh.replica(), wh.split(size=2):
                 self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         options["cut"] = "columns"
-        scopes = {"own": wh.split(**options), "mixed": wh.split(rows="own", **options)}
-        scopes |= {"groups": wh.split(size=2, **options), "shared": wh.split(size=2, rows="shared", **options)}
-        with scopes[layout]:
+        sizes: dict[str, dict[str, Any]] = {
+            "own": {},
+            "mixed": {"rows": "own"},
+            "groups": {"size": 2},
+            "shared": {"size": 2, "rows": "shared"},
+        }
+        with wh.replica() if layout == "replica" else wh.split(**sizes[layout], **options):
             self.fc = nn.Linear(WIDTH, num_classes, bias=bias)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
@@ -80,16 +85,19 @@ def build(
     timeout: float = 20.0,
     bias: bool = True,
     lead: tuple[int, ...] = (),
+    frozen: str = "",
     **options: Any,
 ) -> Case:
-    """layout: "own" (one region), "groups" (regions of 2), "shared" (of 2 that are one feed), "mixed" (feeds of 2).
+    """layout: "own" (one region), "groups" (regions of 2), "shared" (of 2 that are one feed), "mixed" (feeds of 2),
+    "replica" (no split).
 
-    counts: rows of each feed, taken in turn; lead: further dimensions of a row.
+    counts: rows of each feed, taken in turn; lead: further dimensions of a row; frozen: a pattern of names.
     """
     torch.manual_seed(7)
     model: nn.Module = Classifier(layout, num_classes, bias=bias, **options).to(dtype)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         parameter.data.mul_(2)
+        parameter.requires_grad_(not re.fullmatch(frozen, name))
     alone = copy.deepcopy(model)
     feed_size = 2 if layout in ("shared", "mixed") and n > 1 else 1
     feeds = n // feed_size
@@ -98,6 +106,10 @@ def build(
     y = torch.randint(num_classes, (sum(counts), *lead))
     wh.parallelize(model, timeout=timeout)
     return Case(model, alone, counts, rank // feed_size, x, y)
+
+
+def number(value: Tensor) -> float:
+    return float(value.detach())
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

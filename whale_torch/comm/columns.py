@@ -229,7 +229,7 @@ class Columns(Tensor):
             if out is not NotImplemented:
                 return out
         name = _name_of(func)
-        for written in _written(name, args, kwargs):
+        for written in _written(func, args, kwargs):
             refuse_to_write(written, name)
         return func(*_gathered(args, name), **_gathered(kwargs, name))
 
@@ -265,13 +265,14 @@ _ASSIGNMENTS |= {"__setitem__", "__set__", "__delete__"}
 
 
 def _name_of(func: Any) -> str:
-    """What messages call a torch function; a property's getter goes by the property's name."""
+    """What messages call a torch function; a property's getter and setter go by the property's name."""
     name: str = getattr(func, "__name__", str(func))
-    return func.__self__.__name__ if name == "__get__" else name
+    return func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
 
 
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Columns]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Columns]:
     """The Columns that an operation would write to: its first argument in in-place forms, and `out`."""
+    name = getattr(func, "__name__", "")
     yield from _columns_in(kwargs.get("out"))
     if name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__")):
         yield from _columns_in(args[0] if args else next(iter(kwargs.values()), None))
