@@ -52,6 +52,28 @@ class _Linear(torch.autograd.Function):
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, grad.new_zeros(()), None
 
 
+class _Whole(torch.autograd.Function):
+    """As _Linear, with its weight gradient at once: keeps the same tensors, so that a recomputation, which runs after
+    the forward that made the delay, finds what the delayed layer kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return (
+            grad @ weight if need[0] else None,
+            grad.t() @ x if need[1] else None,
+            grad.sum(0) if ctx.has_bias and need[2] else None,
+        )
+
+
 class Delay:
     """One forward's delayed gradient of one layer: made as the forward starts."""
 
@@ -67,6 +89,9 @@ class Delay:
 
 def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
     """F.linear, delayed where a delay was made and nothing casts in between."""
-    if delay is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
+    if delay is None:
+        out: Tensor = _Whole.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return out
     return delay.linear(x, weight, bias)
