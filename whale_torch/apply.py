@@ -11,17 +11,24 @@ from torch import nn
 
 from whale_torch.annotation import Annotation
 from whale_torch.capture import Scope
+from whale_torch.checkpoint.plain import Weights, read_weights
 from whale_torch.cluster import Cluster
+from whale_torch.comm.drift import watch_optimizers
+from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError
 from whale_torch.mesh import Mesh, start
+from whale_torch.optim import guard
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan
-from whale_torch.strategies.materialize import InitFunction, is_meta, materialize
+from whale_torch.strategies.batch import BatchReader
+from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
+from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
 from whale_torch.strategies.outputs import tensors_in
 from whale_torch.strategies.replica import equalize, make_reducers, place_whole_parameters
 from whale_torch.strategies.root import make_root
-from whale_torch.strategies.runtime import KEY, Runtime
+from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized
 from whale_torch.strategies.split import apply_split, cut_parameters
+from whale_torch.strategies.state_hooks import attach_state_hooks
 
 __all__ = ["parallelize", "plan"]
 
@@ -58,6 +65,7 @@ def parallelize(
     device: torch.device | str | None = None,
     seed: int = 0,
     init_fn: InitFunction | None = None,
+    weights: Weights | None = None,
     timeout: timedelta | float | None = None,
 ) -> nn.Module:
     """Turns an annotated model into a distributed one, in place, and returns it; names and parameters stay the same objects.
@@ -65,23 +73,36 @@ def parallelize(
     sample_inputs: what one rank is fed, for the plan's byte counts. plan: a saved one to apply. cluster: speeds that
     differ from the measured ones (nodes and ranks must be those running). default: scope of what no scope names.
     device: this rank's. seed: of initial values on meta and of dropout. init_fn: initialises one meta module.
-    timeout: of every collective, in seconds or as a timedelta.
-    Raises AnnotationError, PlanError: before the first change to the model, with the same text on every rank.
+    weights: a plain state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds
+    more of it than its parts. timeout: of every collective, in seconds or as a timedelta.
+    Raises AnnotationError, PlanError, CheckpointError (weights that do not fit): before the first change to the model,
+    with the same text on every rank.
     """
     _check_first_time(model)
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     mesh = start(device, seconds)
     made = _decide(model, mesh, cluster, plan, default, _rows(sample_inputs))
+    check_batch_norm(model, made)
+    reader = BatchReader(model, made.batch_dim)
     cuts = cut_parameters(model, made, mesh)
+    state = None if weights is None else read_weights(weights, model)
     if is_meta(model):
-        shards = {name: cut.shard for name, cut in cuts.items()}
-        materialize(model, shards, {name: cut.index for name, cut in cuts.items()}, seed=seed, init_fn=init_fn)
+        given = state or {}
+        check_can_materialize(model, init_fn, given)
+        shards = {name: (cut.shard, cut.index) for name, cut in cuts.items()}
+        materialize(model, shards, seed=seed, init_fn=init_fn, given=given)
     regions = apply_split(model, made, mesh, cuts)
+    attach_state_hooks(model)
+    if state is not None:
+        model.load_state_dict(state)
     model.to(mesh.device)
     place_whole_parameters(model, mesh)
     equalize(model)
-    runtime = Runtime(model, made, mesh, regions, lambda: make_reducers(model, made, mesh))
+    sync_batch_norm(model, made, mesh)
+    runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     make_root(model, runtime)
+    guard.install()
+    watch_optimizers()
     torch.manual_seed(seed + 1 + mesh.rank // made.feed_size)
     return model
 
@@ -89,10 +110,21 @@ def parallelize(
 def _check_first_time(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"wh.parallelize takes an nn.Module, got {type(model).__name__}.", fix="wh.parallelize(model)")
+    if "forward" in model.__dict__:
+        raise PlanError(
+            f"this {type(model).__name__} has a forward of its own on the instance, which would run past whale_torch.",
+            fix="define forward in the class, or call wh.parallelize before it is replaced",
+        )
     for name, module in model.named_modules():
         if KEY in module.__dict__:
             where = f"its member '{name}'" if name else "this model"
             raise PlanError(f"{where} is parallelized already.", fix="call wh.parallelize once, on the outermost module")
+    if is_parallelized(model):
+        found = next((place.name for p in model.parameters() if (place := place_of(p))), None)
+        raise PlanError(
+            f"this {type(model).__name__} belongs to a parallelized model" + (f" (as its '{found}')." if found else "."),
+            fix="call wh.parallelize once, on the outermost module",
+        )
 
 
 def _decide(model: nn.Module, mesh: Mesh, cluster: Cluster | None, saved: Plan | None, default: Scope | None, rows: int | None) -> Plan:

@@ -26,7 +26,7 @@ def replica(
     all_reduce: Literal["auto", "flat", "hierarchical"] = "auto",
     sync_batch_norm: bool = False,
     loss: Literal["mean", "sum"] = "mean",
-    batch_dim: int = 0,
+    batch_dim: int | Mapping[str, int | None] = 0,
 ) -> Scope: ...
 @overload
 def replica(
@@ -39,7 +39,7 @@ def replica(
     all_reduce: Literal["auto", "flat", "hierarchical"] = "auto",
     sync_batch_norm: bool = False,
     loss: Literal["mean", "sum"] = "mean",
-    batch_dim: int = 0,
+    batch_dim: int | Mapping[str, int | None] = 0,
 ) -> T: ...
 def replica(
     target: object = None,
@@ -51,16 +51,19 @@ def replica(
     all_reduce: Literal["auto", "flat", "hierarchical"] = "auto",
     sync_batch_norm: bool = False,
     loss: Literal["mean", "sum"] = "mean",
-    batch_dim: int = 0,
+    batch_dim: int | Mapping[str, int | None] = 0,
 ) -> object:
     """Every rank holds these modules whole, on its own samples; gradients are the true mean over all samples.
 
     reduce_dtype: what gradients travel in: float32, bfloat16 (error 3-5e-3) or float16 (4-6e-4, cannot overflow).
     bucket_bytes, max_in_flight: bytes of a gradient bucket, and buckets under way at once; their product bounds memory.
     all_reduce: "hierarchical" reduces inside a node first; "auto" decides by the links.
-    sync_batch_norm: BatchNorm takes its statistics over all replicas.
+    sync_batch_norm: BatchNorm takes its statistics over all replicas, with uneven and empty batches too. Without it each
+        rank has the running statistics of its own samples; wh.full_state_dict and wh.save keep rank 0's.
     loss: "sum" where the loss is a sum over samples, so that gradients are summed and not averaged.
-    batch_dim: the dim of an input that counts samples.
+    batch_dim: the dim that counts samples, in the first input tensor that has it; or for inputs of the model by name,
+        the dim that counts samples, or None where an input has none: needed where the first tensor is no batch (a (T, T)
+        mask, (1, T) positions). A list of tensors under a name counts its items. Without a tensor all ranks weigh the same.
 
     One process and n ranks agree but for three named exceptions: BatchNorm is local unless `sync_batch_norm=True`
     (then exact); outside every scope a mean over ignored or weighted labels is the row-weighted mean of the ranks'
@@ -260,7 +263,11 @@ def _one_of(*choices: object) -> _Option:
 
 _COUNT = _Option(None, lambda value: value is None or _is_int(value, 1), "a positive whole number or None")
 _FLAG = _one_of(False, True)
-_DIM = _Option(0, lambda value: _is_int(value, 0), "a whole number, 0 or more")
+_DIM_OR_DIMS = _Option(
+    0,
+    lambda value: _is_int(value, 0) or (value is not None and _is_batch_dims(value)),
+    "a whole number, 0 or more, or a dict of input names to a dim (0 or more) or None",
+)
 _BATCH_DIMS = _Option(None, _is_batch_dims, "a dict of input names to a dim (0 or more) or None")
 
 _OPTIONS: dict[str, dict[str, _Option]] = {
@@ -271,7 +278,7 @@ _OPTIONS: dict[str, dict[str, _Option]] = {
         "all_reduce": _one_of("auto", "flat", "hierarchical"),
         "sync_batch_norm": _FLAG,
         "loss": _one_of("mean", "sum"),
-        "batch_dim": _DIM,
+        "batch_dim": _DIM_OR_DIMS,
     },
     "split": {
         "size": _COUNT,

@@ -105,7 +105,7 @@ WRITES: dict[str, Use] = {  # in-place forms that modules of a model have
 
 def _uses(rank: int, n: int, layout: str, num_classes: int, counts: list[int], inside: bool) -> dict[str, float]:
     case = build(rank, n, layout, num_classes, counts)
-    uses = KEEPS | GATHERS | {f"{name} in place": use for name, use in WRITES.items() if inside}
+    uses = KEEPS | GATHERS | {f"{name} in place": use for name, use in WRITES.items()}
     return {name: compare(case, use, whole_batch=False, inside=inside) for name, use in uses.items()}
 
 

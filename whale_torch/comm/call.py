@@ -2,65 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from whale_torch.comm.collectives import gather_equal_async
 from whale_torch.comm.region import Region
-from whale_torch.errors import LayoutError
+from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group
 
-__all__ = ["Call", "deliver"]
+__all__ = ["Anchor", "Batch", "Call", "Trained", "deliver"]
+
+
+class Batch:
+    """What one rank was fed.
+
+    rows: samples. digest: a hash of the inputs. other: a size, along the same dim, of an input that has another number
+    of samples than the first; 0 where there is none.
+    """
+
+    __slots__ = ("digest", "other", "rows")
+
+    def __init__(self, rows: int, digest: int = 0, other: int = 0):
+        self.rows, self.digest, self.other = rows, digest, other
+
+
+class Trained:
+    """Which parameters a rank trains, in one number: how many, and a hash of which."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, flags: Sequence[bool]):
+        self.code = zlib.crc32(bytes(flags)) << 24 | sum(flags)
+
+    @staticmethod
+    def count(code: int) -> int:
+        return code & 0xFFFFFF
+
+
+class Anchor:
+    """A leaf that every output of the model hangs on, so that a backward through one is noticed, on any rank.
+
+    reached: called in a backward() that came to the model's output; torch.autograd.grad does not reach a leaf.
+    parameters: those of the model.
+    """
+
+    def __init__(self, device: torch.device, reached: Callable[[], None], parameters: Sequence[torch.nn.Parameter]):
+        self.leaf = torch.zeros((), device=device, requires_grad=True)
+        self.zero = torch.zeros((), device=device)
+        self._reached, self._parameters = reached, parameters
+        self.leaf.register_post_accumulate_grad_hook(self._fire)
+
+    def _fire(self, leaf: torch.Tensor) -> None:
+        leaf.grad = None
+        self._reached()
+
+    def accumulates(self) -> bool:
+        """Whether what runs now is a backward() that gives gradients to the model, and no torch.autograd.grad."""
+        leaves = [self.leaf, *(parameter for parameter in self._parameters if parameter.requires_grad)]
+        try:
+            return any(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in leaves)
+        except RuntimeError:  # torch says so of the leaves that torch.autograd.grad was asked for
+            return False
 
 
 class Call:
     """Row counts of one forward.
 
-    rows: samples this rank was fed. digest: a hash of its inputs, compared between the ranks of one feed.
-    arm: called when a backward reaches the model's output.
-    The 16 bytes travel while the model runs and are waited for where a weight is first needed.
+    batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the gradient reducers.
+    summed: the loss is a sum over samples, not a mean.
+    The 32 bytes travel while the model runs and are waited for where a weight is first needed.
     """
 
-    def __init__(self, world: Group, feed_size: int, rows: int, digest: int, arm: Callable[[], None]):
-        self.arm = arm
-        self.world, self.feed_size, self.num_feeds, self.rows = world, feed_size, world.size // feed_size, rows
+    def __init__(
+        self, world: Group, feed_size: int, batch: Batch, trained: Trained, anchor: Anchor, *, summed: bool = False
+    ):
+        self.anchor = anchor
+        self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
+        self.is_empty = batch.rows == 0
         self._counts: list[int] | None = None
-        header = torch.tensor([rows, digest], dtype=torch.int64)
+        header = torch.tensor([batch.rows, batch.digest, batch.other, trained.code])
         self._gathered, self._wait = gather_equal_async(header, world, name="row counts of the batch")
         if feed_size > 1:
             self.counts()
 
     def counts(self) -> list[int]:
-        """Rows of each feed. Raises LayoutError where the ranks of one feed were given different batches."""
+        """Rows of each feed.
+
+        Raises LayoutError, with the same text on every rank, where the ranks of one feed were given different batches
+        and where it cannot be said which input counts the samples; CommError where ranks train different parameters.
+        """
         if self._counts is None:
             self._wait()
             table = self._gathered.tolist()
-            for feed in range(self.num_feeds):
+            self._check_trained([row[3] for row in table])
+            for feed in range(self.num_feeds if self.feed_size > 1 else 0):
                 ranks = range(feed * self.feed_size, (feed + 1) * self.feed_size)
                 if any(table[rank] != table[ranks[0]] for rank in ranks):
                     raise LayoutError(
-                        f"ranks {list(ranks)} are one replica but were fed different batches (rows {[table[r][0] for r in ranks]}, "
-                        f"input hashes {[table[r][1] & 0xFFFF for r in ranks]}).",
-                        fix="feed all ranks of a replica the same batch: wh.sampler(model, dataset) or wh.batch_sampler(...) do",
+                        f"ranks {list(ranks)} are one replica but were fed different batches "
+                        f"(rows {[table[r][0] for r in ranks]}, input hashes {[table[r][1] & 0xFFFF for r in ranks]}).",
+                        fix="feed all ranks of a replica the same batch: wh.sampler or wh.batch_sampler do",
                         ranks=ranks,
                     )
-            self._counts = [table[feed * self.feed_size][0] for feed in range(self.num_feeds)]
+            counts, _, others, _ = zip(*table[:: self.feed_size], strict=True)
+            uneven = len(set(counts)) > 1
+            if not self.summed and ((uneven and any(others)) or len(set(others)) > 1):
+                raise LayoutError(
+                    f"it cannot be said which input counts the samples: the first has {list(counts)} along dim 0 on "
+                    f"the {self.num_feeds} feeds, another has {list(others)}.",
+                    fix='name it: wh.replica(batch_dim={"x": 0, ...}), with the dim of every input that counts them',
+                )
+            self._counts = list(counts)
         return self._counts
+
+    def _check_trained(self, codes: list[int]) -> None:
+        odd = next((rank for rank, code in enumerate(codes) if code != codes[0]), None)
+        if odd is not None:
+            raise CommError(
+                f"ranks train different parameters: rank 0 trains {Trained.count(codes[0])}, "
+                f"rank {odd} trains {Trained.count(codes[odd])}.",
+                fix="change requires_grad on all ranks alike",
+                ranks=(0, odd),
+            )
 
     @property
     def feed(self) -> int:
         return self.world.rank // self.feed_size
 
+    @property
+    def uneven(self) -> bool:
+        """Whether some feed's weight is not 1."""
+        counts = self.counts()
+        return self.num_feeds > 1 if self.summed else len(set(counts)) > 1
+
     def weight(self) -> float:
-        """Share of this feed's rows times the number of feeds: 1 where all are equal."""
+        """What the gradient of this feed's loss is multiplied by: its share of the rows times the number of feeds."""
+        if self.summed:
+            return float(self.num_feeds)
         counts = self.counts()
         total = sum(counts)
         return self.num_feeds * counts[self.feed] / total if total else 0.0
 
     def share(self, region: Region) -> float:
         """Mean weight of the region's feeds."""
+        if self.summed:
+            return float(self.num_feeds)
         counts = self.counts()
         total = sum(counts)
         mine = sum(counts[rank // self.feed_size] for rank in region.rows.ranks)
@@ -71,20 +161,31 @@ class _Deliver(torch.autograd.Function):
     """Identity on an output of the model; backward arms the gradient reducers and weighs by the feed's rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: Call, weigh: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, call: Call, weigh: bool) -> torch.Tensor:
         ctx.call, ctx.weigh = call, weigh
-        return x.view_as(x) if x.dim() else x.clone()  # loss /= 4 may not write into a view made here
+        return x.detach()  # not a view to autograd, so that the user may write into it
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.call.arm()
-        weight = ctx.call.weight() if ctx.weigh else 1.0
-        return (grad if weight == 1.0 else grad * weight), None, None
+        call: Call = ctx.call
+        if ctx.weigh and call.uneven and call.anchor.accumulates():
+            weight = call.weight()
+            grad = grad * weight if weight else torch.zeros_like(grad)  # the mean of no rows is NaN
+        elif ctx.weigh and call.uneven and torch.is_grad_enabled():
+            raise LossError(
+                "a gradient of a gradient (create_graph=True) where feeds are weighed: "
+                + ('wh.replica(loss="sum").' if call.summed else f"they have {call.counts()} rows."),
+                fix="a penalty on it would miss its weight: feed every rank equally many rows and use a mean loss",
+            )
+        return grad, call.anchor.zero, None, None
 
 
 def deliver(x: torch.Tensor, call: Call, *, weigh: bool = True) -> torch.Tensor:
-    """Passes a differentiable output of the model to the user; uneven rows enter the gradient here and only here."""
-    if not x.requires_grad:
+    """Passes a differentiable output of the model to the user; uneven rows enter the gradient here and only here.
+
+    What a feed without samples computes may depend on no parameter; its backward has to join the others all the same.
+    """
+    if not x.requires_grad and not (call.is_empty and x.is_floating_point() and torch.is_grad_enabled()):
         return x
-    out: torch.Tensor = _Deliver.apply(x, call, weigh)
+    out: torch.Tensor = _Deliver.apply(x, call.anchor.leaf, call, weigh)
     return out

@@ -19,6 +19,7 @@ __all__ = [
     "all_reduce_async",
     "all_to_all_rows",
     "broadcast",
+    "broadcast_copy",
     "gather_equal",
     "gather_equal_async",
     "reduce_scatter_equal",
@@ -63,6 +64,14 @@ def broadcast(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torc
         group.count(x.numel() * x.element_size())
         _run(group, name, lambda: dist.broadcast(x, group.ranks[0], group=group.process_group))
     return x
+
+
+def broadcast_copy(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
+    """A dense copy of the first rank's x, of any dtype, on every rank of the group."""
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    if out.numel():
+        broadcast(torch.view_as_real(out) if out.is_complex() else out.view(torch.uint8) if out.dtype is torch.bool else out, group, name=name)
+    return out
 
 
 def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> torch.Tensor:

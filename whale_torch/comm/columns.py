@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ __all__ = [
     "Hold",
     "dropout",
     "plain",
-    "refuse_to_write",
     "register_function",
+    "registered_function",
     "user_site",
 ]
 
@@ -230,7 +230,11 @@ class Columns(Tensor):
                 return out
         name = _name_of(func)
         for written in _written(func, args, kwargs):
-            refuse_to_write(written, name)
+            raise LayoutError(
+                f"{name} would write into a split's output {written!r}.",
+                where=user_site(),
+                fix="use the form that returns a new tensor, or z = z.rows() first",
+            )
         return func(*_gathered(args, name), **_gathered(kwargs, name))
 
 
@@ -278,15 +282,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         yield from _columns_in(args[0] if args else next(iter(kwargs.values()), None))
 
 
-def refuse_to_write(z: Columns, operation: str) -> NoReturn:
-    """Raises LayoutError: z belongs to all ranks of its region."""
-    raise LayoutError(
-        f"{operation} would write into a split's output {z!r}.",
-        where=user_site(),
-        fix="use the form that returns a new tensor, or z = z.rows() first",
-    )
-
-
 def user_site() -> str:
     """file:line of the nearest caller outside torch, this package and einops."""
     frame = sys._getframe(1)
@@ -311,6 +306,11 @@ def register_function(*functions: Any) -> Callable[[Rule], Rule]:
         return rule
 
     return register
+
+
+def registered_function(function: Any) -> Rule:
+    """The rule of a torch function, one that gathers where it has none."""
+    return _RULES.get(function) or (lambda func, args, kwargs: NotImplemented)
 
 
 def dropout(x: Tensor, p: float, training: bool, region: Region, *, inplace: bool = False) -> Tensor:

@@ -14,16 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whale_torch.comm.columns import (
-    Columns,
-    ColumnsPlace,
-    Hold,
-    dropout,
-    plain,
-    refuse_to_write,
-    register_function,
-    user_site,
-)
+from whale_torch.comm.columns import Columns, ColumnsPlace, Hold, dropout, plain, register_function, user_site
 from whale_torch.errors import LayoutError
 
 __all__: list[str] = []
@@ -49,10 +40,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     others = (*args[1:], *kwargs.values())
     if not isinstance(z, Columns) or any(isinstance(value, Tensor) for value in others):
         return NotImplemented
-    # inside the model inplace=True writes into z.local, of which both z and the result are views; what the model gave
-    # to the user is a view that autograd lets nobody write to
-    if kwargs.get("inplace") and z.place.call is not None:
-        refuse_to_write(z, f"{func.__name__}(inplace=True)")
+    # inplace=True of an activation writes into z.local, of which both z and the result are views
     clamps = func in (torch.clamp, Tensor.clamp)  # the numbers of other functions here are a module's constants
     return Columns.of(func(z.local, *args[1:], **kwargs), _applied(z.place, func, *others) if clamps else z.place)
 
@@ -134,10 +122,7 @@ def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     p, training = float(given.get("p", 0.5)), bool(given.get("training", given.get("train", True)))
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    inplace = bool(given.get("inplace", False))
-    if inplace and z.place.call is not None:
-        refuse_to_write(z, "dropout(inplace=True)")
-    out = dropout(z.local, p, training, z.place.region, inplace=inplace)
+    out = dropout(z.local, p, training, z.place.region, inplace=bool(given.get("inplace", False)))
     return Columns.of(out, z.place)
 
 

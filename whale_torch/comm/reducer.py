@@ -7,130 +7,222 @@ nobody used keeps grad None. docs/design.md 5.7.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from whale_torch import ops
-from whale_torch.comm.reduction import Pending, Reduction
+from whale_torch.comm.reduction import Packed, Reduction
+from whale_torch.comm.registry import place_of
+from whale_torch.errors import LossError
 
 __all__ = ["Reducer"]
 
 
-@dataclass
-class Bucket:
-    """Parameters reduced in one message: their places in the flat buffer and who has arrived."""
+@dataclass(slots=True)
+class Piece:
+    """A parameter, or `num_rows` of its rows where it is larger than a bucket, and its place in the flat buffer."""
 
-    parameters: list[torch.nn.Parameter]
-    offsets: list[int] = field(default_factory=list)
+    parameter: torch.nn.Parameter
+    first_row: int
+    num_rows: int
+    whole: bool
+    offset: int = 0
+
+    def of(self, grad: torch.Tensor) -> torch.Tensor:
+        """This piece of a gradient, as real numbers: a view."""
+        if not self.whole:
+            grad = grad.narrow(0, self.first_row, self.num_rows)
+        return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Pieces reduced in one message, and how many of them have not arrived."""
+
+    pieces: list[Piece] = field(default_factory=list)
     num_elements: int = 0
+    num_bytes: int = 0
     missing: int = 0
 
-    def __post_init__(self) -> None:
-        for parameter in self.parameters:
-            self.offsets.append(self.num_elements)
-            self.num_elements += parameter.numel()
+    def add(self, piece: Piece, num_elements: int) -> None:
+        piece.offset = self.num_elements
+        self.pieces.append(piece)
+        self.num_elements += num_elements * (2 if piece.parameter.is_complex() else 1)
+        self.num_bytes += num_elements * piece.parameter.element_size()
 
 
 class Reducer:
     """Reduces the gradients of parameters that one set of ranks holds copies of.
 
     parameters: in order of registration, all of one dtype. reduction: how one flat buffer is averaged.
-    bucket_bytes: size of a message. max_in_flight: messages under way at once; staging memory is their product.
+    bucket_bytes: size of a message; a larger parameter is cut by rows. max_in_flight: messages under way at once.
+    Their product bounds the staging memory.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], reduction: Reduction, *, bucket_bytes: int, max_in_flight: int):
         self.reduction, self.max_in_flight = reduction, max_in_flight
-        self.sync, self.armed = True, False
-        self._buckets = _fill(parameters, bucket_bytes)
-        self._home = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        self._written: set[torch.nn.Parameter] = set()
-        self._arrived: set[torch.nn.Parameter] = set()
-        self._next = 0
-        self._in_flight: deque[tuple[Bucket, torch.Tensor, Pending]] = deque()
-        self._handles = [parameter.register_post_accumulate_grad_hook(self._ready) for parameter in self._home]
+        self.sync = True
+        self.buckets = _fill(parameters, bucket_bytes)
+        self.staging = reduction.staging(max(b.num_elements + len(b.pieces) for b in self.buckets), parameters[0].device)
+        self._arrived: set[int] = set()
+        self._next = 0  # the first bucket that is not under way
+        self._complete = 0  # the first bucket of which a piece is missing
+        self._void = False  # a message of this backward was marked as void
+        self._in_flight: deque[tuple[Bucket, torch.Tensor, bool, Callable[[], float]]] = deque()
+        self._all_used = torch.ones(max(len(b.pieces) for b in self.buckets), device=parameters[0].device)
+        homes: dict[torch.nn.Parameter, list[int]] = {}
+        for index, bucket in enumerate(self.buckets):
+            for piece in bucket.pieces:
+                homes.setdefault(piece.parameter, []).append(index)
+        self._handles = [p.register_post_accumulate_grad_hook(functools.partial(self._ready, tuple(home))) for p, home in homes.items()]
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+        self.reduction.close()
 
-    def arm(self) -> None:
-        """Begins one backward: called when it reaches the model's output, also where no parameter gets a gradient."""
-        if self.sync and not self.armed:
-            self.armed, self._next = True, 0
-            self._arrived.clear()
-            for bucket in self._buckets:
-                bucket.missing = len(bucket.parameters)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+    def listen(self, noticed: Callable[[], None]) -> None:
+        """noticed: called at each gradient that arrives while no backward has begun."""
+        self._noticed = noticed
 
-    def abandon(self) -> None:
-        """Ends a backward that an error cut short, so that the next one begins clean."""
-        if self.armed:
-            while self._in_flight:
-                _, flat, pending = self._in_flight.popleft()
-                pending.wait()
-                self.reduction.give_back(flat)
-            self.armed = False
-            self._written.clear()
+    def begin(self) -> None:
+        """A backward begins: no parameter has arrived."""
+        self._next = self._complete = 0
+        self._void = False
+        self._arrived.clear()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.pieces)
 
-    def _ready(self, parameter: torch.nn.Parameter) -> None:
-        self._written.add(parameter)
-        if not self.sync:
-            return
-        self.arm()
-        if parameter in self._arrived:
-            return
-        self._arrived.add(parameter)
-        self._home[parameter].missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            self._launch(self._buckets[self._next])
+    def launch(self, *, void: bool = False) -> None:
+        """What has not left leaves: backward is through, or has failed, and then it is marked as void."""
+        while self._next < len(self.buckets):
+            self._launch(void=void)
 
-    def _launch(self, bucket: Bucket) -> None:
-        self._next += 1
-        if len(self._in_flight) >= self.max_in_flight:
-            self._land()
-        count = len(bucket.parameters)
-        flags = torch.tensor([float(p in self._written) for p in bucket.parameters])
-        have = [(p.grad, o) for p, o in zip(bucket.parameters, bucket.offsets, strict=True) if p.grad is not None]
-        grads = [grad for grad, _ in have if grad is not None]
-        flat = self.reduction.buffer(bucket.num_elements + count, bucket.parameters[0])
-        if len(grads) < count:
-            flat.zero_()
-        pending = self.reduction.start(grads, [offset for _, offset in have], flat, bucket.num_elements, flags)
-        self._in_flight.append((bucket, flat, pending))
-
-    def _land(self) -> None:
-        bucket, flat, pending = self._in_flight.popleft()
-        scale = pending.wait()
-        used = flat[bucket.num_elements : bucket.num_elements + len(bucket.parameters)].tolist()
-        grads, offsets = [], []
-        for parameter, offset, flag in zip(bucket.parameters, bucket.offsets, used, strict=True):
-            if flag:
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                grads.append(parameter.grad)
-                offsets.append(offset)
-        if grads:
-            ops.bucket_unpack(flat, offsets, grads, scale)
-        self.reduction.give_back(flat)
-
-    def _finish(self) -> None:
-        while self._next < len(self._buckets):
-            self._launch(self._buckets[self._next])
+    def land(self, *, void: bool = False) -> bool:
+        """Waits for all that is under way and writes the means; whether a rank has marked its gradients as void."""
+        self._void |= void
         while self._in_flight:
             self._land()
-        self.armed = False
-        self._written.clear()
+        return self._void
+
+    def _ready(self, homes: tuple[int, ...], parameter: torch.nn.Parameter) -> None:
+        if not self.sync:
+            return
+        self._noticed()
+        if id(parameter) in self._arrived:
+            if homes[0] < self._next:
+                _refuse_late(parameter)
+            return
+        # A bucket leaves at the next event after its last parameter, when the user's own hooks on that one have run.
+        while self._next < self._complete:
+            self._launch()
+        self._arrived.add(id(parameter))
+        for index in homes:
+            self.buckets[index].missing -= 1
+        while self._complete < len(self.buckets) and self.buckets[self._complete].missing == 0:
+            self._complete += 1
+
+    def _launch(self, *, void: bool = False) -> None:
+        bucket = self.buckets[self._next]
+        if len(self._in_flight) >= self.max_in_flight:
+            self._land()
+        grads, offsets, absent = self._collect(bucket) if not void else ([], [], [])
+        flags = self._all_used[: len(bucket.pieces)]
+        if absent:
+            flags = flags.clone()
+            flags[absent] = 0.0
+        elif void:
+            self._void = True
+            flags = flags * torch.nan
+        buffer = self.staging.take()
+        if absent or void:
+            buffer.zero_()
+        self._next += 1
+        wait = self.reduction.start(buffer, Packed(grads, offsets, bucket.num_elements, flags))
+        self._in_flight.append((bucket, buffer, bool(absent), wait))
+
+    def _collect(self, bucket: Bucket) -> tuple[list[torch.Tensor], list[int], list[int]]:
+        """Gradients of the bucket's pieces, their offsets, and the numbers of pieces without one."""
+        grads, offsets, absent = [], [], []
+        for number, piece in enumerate(bucket.pieces):
+            grad = piece.parameter.grad
+            if grad is None:
+                absent.append(number)
+                if id(piece.parameter) in self._arrived:
+                    _refuse_taken(piece.parameter)
+            else:
+                if grad.requires_grad or grad.layout is not torch.strided:
+                    _refuse_grad(piece.parameter, grad)
+                grads.append(piece.of(grad))
+                offsets.append(piece.offset)
+        return grads, offsets, absent
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        bucket, buffer, some_absent, wait = self._in_flight.popleft()
+        scale = wait()
+        pieces = bucket.pieces
+        # Reading the flags back waits for the device, so on a GPU only where this rank has to know.
+        if not self._void and (some_absent or buffer.device.type == "cpu"):
+            used = buffer[bucket.num_elements : bucket.num_elements + len(pieces)].tolist()
+            self._void = used[0] != used[0]
+            if some_absent:
+                pieces = [piece for piece, flag in zip(pieces, used, strict=True) if flag]
+                for piece in pieces:
+                    if piece.parameter.grad is None:
+                        piece.parameter.grad = torch.zeros_like(piece.parameter)
+        if pieces and not self._void:
+            grads = [piece.of(piece.parameter.grad) for piece in pieces if piece.parameter.grad is not None]
+            ops.bucket_unpack(buffer, [piece.offset for piece in pieces], grads, scale)
+        self.staging.give_back(buffer)
+
+
+def _refuse_taken(parameter: torch.nn.Parameter) -> None:
+    raise LossError(
+        f"the gradient of '{_name(parameter)}' was taken away by a hook before it was averaged over the ranks.",
+        fix="step the optimizer after backward(), not in a hook on the parameter",
+    )
+
+
+def _refuse_late(parameter: torch.nn.Parameter) -> None:
+    raise LossError(
+        f"a second gradient of '{_name(parameter)}' came after the first had left for the other ranks, in one backward.",
+        fix="a reentrant checkpoint around a module that is used twice does this: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+    )
+
+
+def _refuse_grad(parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    if grad.requires_grad:
+        raise LossError(
+            f"backward(create_graph=True): the gradient of '{_name(parameter)}' is part of a graph, and a mean over ranks is not differentiable.",
+            fix="take second derivatives with torch.autograd.grad(..., create_graph=True) and call backward() on the whole loss",
+        )
+    raise LossError(
+        f"the gradient of '{_name(parameter)}' is {grad.layout}, but it belongs to no nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True).",
+        fix="look it up in one of these modules, or without sparse=True",
+    )
+
+
+def _name(parameter: torch.nn.Parameter) -> str:
+    place = place_of(parameter)
+    return "a parameter" if place is None else place.name
 
 
 def _fill(parameters: list[torch.nn.Parameter], bucket_bytes: int) -> list[Bucket]:
-    buckets, current, size = [], [], 0
+    """Buckets of at most bucket_bytes, but one row of a parameter at least."""
+    buckets = [Bucket()]
     for parameter in reversed(parameters):
-        current.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        if size >= bucket_bytes:
-            buckets.append(Bucket(current))
-            current, size = [], 0
-    return [*buckets, Bucket(current)] if current else buckets
+        num_rows = parameter.shape[0] if parameter.dim() else 1
+        row = parameter.numel() // max(num_rows, 1)
+        most = max(1, bucket_bytes // max(row * parameter.element_size(), 1))
+        for first in range(0, max(num_rows, 1), most):
+            rows = min(most, num_rows - first)
+            if buckets[-1].pieces and buckets[-1].num_bytes + rows * row * parameter.element_size() > bucket_bytes:
+                buckets.append(Bucket())
+            buckets[-1].add(Piece(parameter, first, rows, rows == num_rows), rows * row)
+    return buckets

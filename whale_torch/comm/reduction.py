@@ -1,21 +1,32 @@
-"""How one flat buffer of gradients is averaged over the ranks that hold a copy: flat or in two levels, in full or half precision."""
+"""How one flat buffer of gradients is averaged over the ranks with a copy: flat or in two levels, in full or half precision."""
 
 from __future__ import annotations
 
+import math
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from whale_torch import ops
-from whale_torch.comm.collectives import all_reduce, all_reduce_async, gather_equal, reduce_scatter_equal
+from whale_torch.comm.collectives import (
+    all_reduce,
+    all_reduce_async,
+    all_to_all_rows,
+    gather_equal,
+    reduce_scatter_equal,
+)
 from whale_torch.mesh import Group
 
-__all__ = ["Pending", "Reduction", "TwoLevels"]
+__all__ = ["Packed", "Reduction", "Staging", "TwoLevels"]
 
 _FP16_TOP = 32768.0
+_RING_RANKS = 2
+"""Up to here half precision is summed where it passes by; above, each rank sums its part in float32."""
 
 
 @dataclass(frozen=True)
@@ -26,77 +37,153 @@ class TwoLevels:
     between: Group
 
 
-@dataclass
-class Pending:
-    """A reduction under way; wait() returns the factor that turns the buffer into the mean."""
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What goes into one buffer: gradients at their offsets and, from `num_elements` on, the flags."""
 
-    wait: Callable[[], float]
+    grads: list[torch.Tensor]
+    offsets: list[int]
+    num_elements: int
+    flags: torch.Tensor
+
+
+class Staging:
+    """Buffers of one size, made when first needed and used again; `allocated` of them exist."""
+
+    def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device):
+        self._num_elements, self._dtype, self._device = num_elements, dtype, device
+        self._free: list[torch.Tensor] = []
+        self.allocated = 0
+
+    def take(self) -> torch.Tensor:
+        if self._free:
+            return self._free.pop()
+        self.allocated += 1
+        return torch.zeros(self._num_elements, dtype=self._dtype, device=self._device)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._free.append(buffer)
+
+
+class _Worker:
+    """One thread that runs work of several phases in the order it came; it never keeps a failed process alive."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[float], Callable[[], float]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, name="whale-reduce", daemon=True).start()
+
+    def _loop(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, work = item
+            try:
+                future.set_result(work())
+            except BaseException as error:  # whatever it is, the thread that waits raises it
+                future.set_exception(error)
+
+    def run(self, work: Callable[[], float]) -> Callable[[], float]:
+        future: Future[float] = Future()
+        self._queue.put((future, work))
+        return future.result
+
+    def close(self) -> None:
+        self._queue.put(None)
 
 
 class Reduction:
     """Averages flat buffers over `copies`.
 
-    wire: dtype on the wire, None for the gradients' own. levels: reduce inside nodes first. fp16 is scaled by the
-    buffer's largest value over all ranks, so that no sum overflows.
+    dtype: of what travels; reduce inside nodes first where `levels` are given. Half precision is rounded twice, whatever
+    the number of ranks (bfloat16 4e-3, float16 1e-3 at most): sums are made in float32, and between nodes only it travels
+    in half. float16 is scaled by the largest gradient of all ranks, so that nothing overflows and small gradients survive.
     """
 
-    def __init__(self, copies: Group, *, wire: torch.dtype | None = None, levels: TwoLevels | None = None):
-        self.copies, self.wire, self.levels = copies, wire, levels
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+    def __init__(self, copies: Group, dtype: torch.dtype, *, levels: TwoLevels | None = None):
+        self.copies, self.dtype, self.levels = copies, dtype, levels
+        self._half = dtype in (torch.float16, torch.bfloat16)
+        self._summed_wide = self._half and levels is None and copies.size > _RING_RANKS
         # work of several phases runs on one thread in order; one phase needs none
-        several = levels is not None or wire is torch.float16
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="whale-reduce") if several else None
+        self._worker = _Worker() if levels is not None or self._summed_wide or dtype is torch.float16 else None
 
-    def buffer(self, num_elements: int, like: torch.Tensor) -> torch.Tensor:
-        """A flat buffer of the wire's dtype, padded so that every rank of a level owns an equal part."""
-        pad = self.levels.inside.size if self.levels else 1
-        num_elements = -(-num_elements // pad) * pad
-        key = (num_elements, self.wire or like.dtype, like.device)
-        free = self._free.get(key)
-        return free.pop() if free else torch.zeros(key[0], dtype=key[1], device=key[2])
+    def staging(self, num_elements: int, device: torch.device) -> Staging:
+        """Buffers for up to num_elements values and flags."""
+        return Staging(self._padded(num_elements), torch.float32 if self.levels and self._half else self.dtype, device)
 
-    def give_back(self, flat: torch.Tensor) -> None:
-        """Keeps a buffer for the next bucket of its size."""
-        self._free.setdefault((flat.numel(), flat.dtype, flat.device), []).append(flat)
+    def _padded(self, num_elements: int) -> int:
+        """So many that every rank of a level owns an equal part."""
+        parts = self.levels.inside.size if self.levels else self.copies.size if self._summed_wide else 1
+        if self.levels and self._half:
+            parts *= self.levels.between.size
+        return -(-num_elements // parts) * parts
 
-    def start(self, grads: list[torch.Tensor], offsets: list[int], flat: torch.Tensor, num_elements: int, flags: torch.Tensor) -> Pending:
-        """Packs the gradients and the flags behind them into `flat` and begins its reduction."""
-        if self._thread is None:
-            self._pack(grads, offsets, flat, num_elements, flags, 1.0)
-            wait = all_reduce_async(flat, self.copies, name="gradient all-reduce")
+    def start(self, buffer: torch.Tensor, packed: Packed) -> Callable[[], float]:
+        """Packs into the buffer and begins to reduce it.
 
-            def finish() -> float:
-                wait()
-                return 1.0 / self.copies.size
+        The returned function waits and gives the factor that turns the buffer into the mean.
+        """
+        flat = buffer.narrow(0, 0, self._padded(packed.num_elements + packed.flags.numel()))
+        if self._worker is not None:
+            return self._worker.run(lambda: self._phases(flat, packed))
+        _pack(flat, packed, 1.0)
+        wait = all_reduce_async(flat, self.copies, name="gradient all-reduce")
 
-            return Pending(finish)
-        future: Future[float] = self._thread.submit(self._phases, grads, offsets, flat, num_elements, flags)
-        return Pending(future.result)
+        def finish() -> float:
+            wait()
+            return 1.0 / self.copies.size
 
-    def _pack(self, grads: list[torch.Tensor], offsets: list[int], flat: torch.Tensor, num_elements: int, flags: torch.Tensor, scale: float) -> None:
-        if grads:
-            ops.bucket_pack(grads, offsets, flat, scale)
-        flat[num_elements : num_elements + flags.numel()] = flags.to(flat.device, flat.dtype)
+        return finish
+
+    def close(self) -> None:
+        """Ends the thread, if there is one."""
+        if self._worker is not None:
+            self._worker.close()
 
     @torch.no_grad()
-    def _phases(self, grads: list[torch.Tensor], offsets: list[int], flat: torch.Tensor, num_elements: int, flags: torch.Tensor) -> float:
-        scale = 1.0
-        if flat.dtype is torch.float16:
-            scale = self._shared_scale(grads, flat.device)
-        self._pack(grads, offsets, flat, num_elements, flags, scale)
-        if self.levels is None:
-            all_reduce(flat, self.copies, name="gradient all-reduce")
+    def _phases(self, flat: torch.Tensor, packed: Packed) -> float:
+        if self.levels is not None:
+            return self._two_levels(flat, packed, self.levels) / self.copies.size
+        scale = self._shared_scale(packed.grads, flat.device, self.copies.size) if flat.dtype is torch.float16 else 1.0
+        _pack(flat, packed, scale)
+        if self._summed_wide:
+            flat.copy_(_sum_wide(flat, self.copies))
         else:
-            part = reduce_scatter_equal(flat, self.levels.inside, name="gradient reduce-scatter")
-            all_reduce(part, self.levels.between, name="gradient all-reduce between nodes")
-            flat.copy_(gather_equal(part, self.levels.inside, name="gradient all-gather").view(-1))
+            all_reduce(flat, self.copies, name="gradient all-reduce")
         return 1.0 / (scale * self.copies.size)
 
-    def _shared_scale(self, grads: list[torch.Tensor], device: torch.device) -> float:
-        """A power of two that keeps the sum of all ranks' largest values inside fp16; equal on all ranks."""
+    def _two_levels(self, flat: torch.Tensor, packed: Packed, levels: TwoLevels) -> float:
+        """Leaves the sum times a scale in flat; returns one over the scale."""
+        _pack(flat, packed, 1.0)
+        part = reduce_scatter_equal(flat, levels.inside, name="gradient reduce-scatter")
+        scale = 1.0
+        if self._half:
+            values = part[: max(0, packed.num_elements - levels.inside.index * part.numel())]  # not the flags behind them
+            if self.dtype is torch.float16:
+                scale = self._shared_scale([values] if values.numel() else [], flat.device, levels.between.size)
+                values *= scale
+            part = _sum_wide(part.to(self.dtype), levels.between)
+        else:
+            all_reduce(part, levels.between, name="gradient all-reduce between nodes")
+        flat.copy_(gather_equal(part, levels.inside, name="gradient all-gather").view(-1))
+        return 1.0 / scale
+
+    def _shared_scale(self, grads: list[torch.Tensor], device: torch.device, num_terms: int) -> float:
+        """A power of two that keeps the sum of num_terms largest values inside fp16; equal on all ranks."""
         top = ops.bucket_amax(grads).reshape(1) if grads else torch.zeros(1, device=device)
         top = all_reduce(top, self.copies, op=dist.ReduceOp.MAX, name="largest gradient")
         largest = float(top)
         if not 0.0 < largest < float("inf"):
             return 1.0
-        return float(2.0 ** torch.tensor(_FP16_TOP / (largest * self.copies.size)).log2().floor().clamp(-60, 60))
+        return 2.0 ** min(100, max(-100, math.floor(math.log2(_FP16_TOP / num_terms) - math.log2(largest))))
+
+
+def _sum_wide(flat: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over the group, rounded once: parts travel, are added in float32, and travel back."""
+    share = [flat.numel() // group.size] * group.size
+    parts = all_to_all_rows(flat, share, share, group, name="gradient all-to-all").view(group.size, -1)
+    total = parts.sum(0, dtype=torch.float32).to(flat.dtype)
+    return gather_equal(total, group, name="gradient all-gather").view(-1)
+
+
+def _pack(flat: torch.Tensor, packed: Packed, scale: float) -> None:
+    if packed.grads:
+        ops.bucket_pack(packed.grads, packed.offsets, flat, scale)
+    flat[packed.num_elements : packed.num_elements + packed.flags.numel()] = packed.flags

@@ -28,6 +28,7 @@ class Reduce:
     """Gradients averaged together: those of one VirtualDevice with the same options.
 
     wire: dtype name on the wire. algorithm: "flat" or "hierarchical". gradient_bytes: of one rank, in the gradients' dtype.
+    parameters: those trained when the plan was made and those frozen then, which may be trained later; bytes are of the first.
     """
 
     device: str
@@ -77,7 +78,7 @@ class Plan:
     traffic: tuple[Traffic, ...]
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     rows_per_rank: int
-    batch_dim: int = 0
+    batch_dim: int | tuple[tuple[str, int | None], ...] = 0
     loss: str = "mean"
     parameter_bytes: int = 0
     gradient_bytes: int = 0
@@ -147,7 +148,7 @@ class Plan:
                 traffic=tuple(Traffic(**traffic) for traffic in data["traffic"]),
                 parameters=tuple((name, tuple(shape)) for name, shape in data["parameters"]),
                 rows_per_rank=data["rows_per_rank"],
-                batch_dim=data["batch_dim"],
+                batch_dim=_option_from_json(data["batch_dim"]),
                 loss=data["loss"],
                 parameter_bytes=data["parameter_bytes"],
                 gradient_bytes=data["gradient_bytes"],

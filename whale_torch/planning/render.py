@@ -58,6 +58,7 @@ def render(plan: Plan) -> str:
         rows = [
             [r.device, str(len(r.parameters)), amount(r.gradient_bytes), r.wire or "as they are", r.algorithm, f"{amount(r.bucket_bytes)} x {r.max_in_flight}"]
             for r in plan.reduces
+            if r.gradient_bytes
         ]
         out += ["", *_table(["gradients on", "parameters", "bytes", "wire", "all-reduce", "staging"], rows)]
     rows = [[t.what, t.where, amount(t.sent_bytes)] for t in plan.traffic]

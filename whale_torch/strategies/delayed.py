@@ -52,9 +52,8 @@ class _Linear(torch.autograd.Function):
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, grad.new_zeros(()), None
 
 
-class _Whole(torch.autograd.Function):
-    """As _Linear, with its weight gradient at once: keeps the same tensors, so that a recomputation, which runs after
-    the forward that made the delay, finds what the delayed layer kept."""
+class _Now(torch.autograd.Function):
+    """F.linear that keeps for backward what `_Linear` keeps: a recomputation outside the model's forward has no delay."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,15 +62,11 @@ class _Whole(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        return (
-            grad @ weight if need[0] else None,
-            grad.t() @ x if need[1] else None,
-            grad.sum(0) if ctx.has_bias and need[2] else None,
-        )
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        bias_grad = grad.sum(0) if ctx.has_bias and wants_bias else None
+        return grad @ weight if wants_x else None, grad.t() @ x if wants_weight else None, bias_grad
 
 
 class Delay:
@@ -88,10 +83,8 @@ class Delay:
 
 
 def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
-    """F.linear, delayed where a delay was made and nothing casts in between."""
+    """F.linear of x [N, D], delayed where a delay was made and nothing casts in between."""
     if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, weight, bias)
-    if delay is None:
-        out: Tensor = _Whole.apply(x, weight, bias)  # type: ignore[no-untyped-call]
-        return out
-    return delay.linear(x, weight, bias)
+    out: Tensor = _Now.apply(x, weight, bias) if delay is None else delay.linear(x, weight, bias)
+    return out

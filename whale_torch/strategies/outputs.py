@@ -1,55 +1,121 @@
-"""Tensors inside whatever a model takes and returns: nested containers, mappings, dataclasses."""
+"""Tensors inside whatever a model takes and returns: nested containers, mappings, dataclasses, plain objects."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import enum
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set, ValuesView
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from whale_torch.errors import LayoutError
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["leaves_in", "map_tensors", "tensors_in"]
 
-_LEAVES = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size)
+_CLOSED = (
+    *(enum.Enum, type, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, nn.Module),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, range, slice),
+)  # fmt: skip
+"""What holds no output of a forward, or keeps it to itself."""
+_SEQUENCES = (tuple, list, Set, ValuesView, deque)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest of tuples, lists, mappings and dataclasses, in order."""
-    if isinstance(value, Tensor):
+    """Every tensor in a nest of tuples, lists, mappings, dataclasses and plain objects, in order."""
+    return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
+
+
+def leaves_in(value: Any) -> Iterator[Any]:
+    """Every tensor in such a nest, and every number and text that is not an object's own affair, in order."""
+    return _leaves(value, frozenset(), True)
+
+
+def _leaves(value: Any, above: frozenset[int], plain: bool) -> Iterator[Any]:
+    if isinstance(value, Tensor) or (plain and isinstance(value, _PLAIN)):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        return
+    if isinstance(value, (*_PLAIN, *_CLOSED)) or id(value) in above:
+        return
+    inside = above | {id(value)}
+    if isinstance(value, Mapping):
+        items: Iterable[Any] = value.values()
+    elif isinstance(value, _SEQUENCES):
+        items = value
+    else:
+        items, plain = _fields(value).values(), plain and dataclasses.is_dataclass(value)
+    for item in items:
+        yield from _leaves(item, inside, plain)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are its own."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+    slots = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | dict(getattr(value, "__dict__", {}))
+
+
+def _slot_names(kind: type) -> tuple[str, ...]:
+    names = kind.__dict__.get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with each tensor changed; containers keep their types.
+    """The same nest with each tensor changed: containers and objects keep their types, and stay as they are if nothing changed.
 
-    Raises LayoutError for an object it cannot look into, since a tensor inside would miss its weight.
+    Raises LayoutError for an iterator, and for a set, deque or view with tensors: they would miss their weight.
     """
+    return _map(value, change, {})
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, _LEAVES):
+    if isinstance(value, _PLAIN) or isinstance(value, _CLOSED):
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **changed)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(v, change) for v in value))
+    if id(value) not in done:
+        done[id(value)] = value  # an object that holds itself is met again inside
+        done[id(value)] = _map_inside(value, change, done)
+    return done[id(value)]
+
+
+def _map_inside(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, Any]) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(v, change) for v in value)
-    if isinstance(value, dict):
-        changed = {k: map_tensors(v, change) for k, v in value.items()}
-        return changed if type(value) is dict else type(value)(changed)
-    raise LayoutError(
-        f"the model returned a {type(value).__name__}, which may hold tensors that cannot be reached.",
-        fix="return tensors, tuples, lists, dicts or dataclasses of them",
-    )
+        items = [_map(item, change, done) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict) and not dataclasses.is_dataclass(value):
+        changed = {key: _map(item, change, done) for key, item in value.items()}
+        if all(changed[key] is value[key] for key in changed):
+            return value
+        out = copy.copy(value)
+        out.update(changed)
+        return out
+    if isinstance(value, Iterator) or (isinstance(value, _SEQUENCES) and any(True for _ in tensors_in(value))):
+        raise LayoutError(
+            f"the model returned a {type(value).__name__}, which may hold tensors that cannot be reached.",
+            fix="return tensors, or tuples, lists, dicts, dataclasses or plain objects of them",
+        )
+    before = _fields(value)
+    after = {name: _map(item, change, done) for name, item in before.items()}
+    changed = {name: item for name, item in after.items() if item is not before[name]}
+    if not changed:
+        return value
+    out = copy.copy(value)
+    for name, item in changed.items():
+        _set(out, name, item)
+    return out
+
+
+def _set(target: Any, name: str, item: Any) -> None:
+    if dataclasses.is_dataclass(target) and getattr(target, "__dataclass_params__").frozen:  # noqa: B009
+        object.__setattr__(target, name, item)
+    else:
+        setattr(target, name, item)

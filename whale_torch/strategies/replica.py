@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from whale_torch.comm.collectives import broadcast
+from whale_torch.comm.collectives import broadcast_copy
+from whale_torch.comm.gradients import GradientReducer
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction, TwoLevels
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
+from whale_torch.comm.sparse_reducer import SparseReducer
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.placement import Blocks
-from whale_torch.planning.plan import Plan
+from whale_torch.planning.plan import Plan, Reduce
 
 __all__ = ["equalize", "make_reducers", "place_whole_parameters"]
 
@@ -32,33 +34,57 @@ def equalize(model: nn.Module) -> None:
         assert place is not None
         if place.shard is None:
             everyone = place.copies
-        if place.copies.size > 1 and parameter.numel():
-            broadcast(parameter.data, place.copies, name=f"first values of {name}")
+        if place.copies.size > 1:
+            _broadcast(parameter.data, place.copies, name)
     if everyone is not None and everyone.size > 1:
         for name, buffer in model.named_buffers():
-            if buffer.numel():
-                broadcast(buffer, everyone, name=f"first values of {name}")
+            _broadcast(buffer, everyone, name)
 
 
-def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[Reducer]:
-    """One reducer for every group of gradients that the plan averages together."""
+def _broadcast(x: Tensor, group: Group, name: str) -> None:
+    first = broadcast_copy(x, group, name=f"first values of {name}")
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0:  # expanded: one value stands for all
+            x, first = x.narrow(dim, 0, min(1, x.shape[dim])), first.narrow(dim, 0, min(1, x.shape[dim]))
+    x.copy_(first)
+
+
+def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientReducer]:
+    """One reducer for every group of gradients that the plan averages together, of what is trained now."""
     parameters = dict(model.named_parameters())
-    reducers = []
+    sparse = _sparse_parameters(model)
+    reducers: list[GradientReducer] = []
     for number, reduce in enumerate(plan.reduces):
         device = plan.device(reduce.device)
-        channel = f"gradients {number}"
-        copies = mesh.group(f"copies of {reduce.device}", device.copies, channel=channel)
-        levels = None
-        if reduce.algorithm == "hierarchical":
-            inside, between = two_levels(device.copies, plan)
-            levels = TwoLevels(
-                mesh.group("copies inside a node", inside, channel=channel), mesh.group("copies between nodes", between, channel=channel)
-            )
-        wire = getattr(torch, reduce.wire) if reduce.wire else None
-        reduction = Reduction(copies, wire=wire, levels=levels)
-        chosen = [parameters[name] for name in reduce.parameters]
-        reducers.append(Reducer(chosen, reduction, bucket_bytes=reduce.bucket_bytes, max_in_flight=reduce.max_in_flight))
+        chosen = [parameters[name] for name in reduce.parameters if parameters[name].requires_grad]
+        dense = [parameter for parameter in chosen if id(parameter) not in sparse]
+        if dense:
+            reduction = _reduction(reduce, device.copies, dense[0].dtype, plan, mesh, f"gradients {number}")
+            bounds = {"bucket_bytes": reduce.bucket_bytes, "max_in_flight": reduce.max_in_flight}
+            reducers.append(Reducer(dense, reduction, **bounds))
+        if len(dense) < len(chosen):
+            copies = mesh.group(f"copies of {reduce.device}", device.copies, channel="sparse gradients")
+            reducers.append(SparseReducer([parameter for parameter in chosen if id(parameter) in sparse], copies))
     return reducers
+
+
+def _sparse_parameters(model: nn.Module) -> set[int]:
+    """The weights whose gradients their modules make sparse."""
+    return {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+
+
+def _reduction(
+    reduce: Reduce, blocks: Blocks, dtype: torch.dtype, plan: Plan, mesh: Mesh, channel: str
+) -> Reduction:
+    copies = mesh.group(f"copies of {reduce.device}", blocks, channel=channel)
+    levels = None
+    if reduce.algorithm == "hierarchical":
+        inside, between = two_levels(blocks, plan)
+        levels = TwoLevels(
+            mesh.group("copies inside a node", inside, channel=channel),
+            mesh.group("copies between nodes", between, channel=channel),
+        )
+    return Reduction(copies, getattr(torch, reduce.wire) if reduce.wire else dtype.to_real(), levels=levels)
 
 
 def two_levels(copies: Blocks, plan: Plan) -> tuple[Blocks, Blocks]:

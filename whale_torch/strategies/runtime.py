@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from whale_torch.comm.call import Call, deliver
+from whale_torch.comm.call import Anchor, Call, Trained, deliver
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain
 from whale_torch.comm.loss import TrueMeanLoss
-from whale_torch.comm.reducer import Reducer
+from whale_torch.comm.drift import note_gradients
+from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.region import Region
+from whale_torch.comm.registry import place_of
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import GatherRecord, Plan
+from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.delayed import Delay
-from whale_torch.strategies.outputs import map_tensors, tensors_in
-from whale_torch.strategies.split_rules import ColumnLinear
+from whale_torch.strategies.outputs import map_tensors
+from whale_torch.strategies.split_linear import ColumnLinear
+from whale_torch.strategies.state_hooks import cut_places
 
-__all__ = ["CopiedRuntime", "Runtime", "runtime_of"]
+__all__ = ["CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
 
 KEY = "_whale_runtime"
 
@@ -34,30 +39,48 @@ class CopiedRuntime:
 
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if model.training and torch.is_grad_enabled():
-            raise LossError(
-                "this model is a copy of a parallelized one; its gradients would not be averaged over ranks.",
-                fix="evaluate it (model.eval(), torch.no_grad()), or copy the model before wh.parallelize and parallelize both",
-            )
-        return map_tensors(forward(model, *args, **kwargs), _whole)
+            raise _copy_trains()
+        trained = any(p.requires_grad for p in model.parameters())
+
+        def leave(x: Tensor) -> Tensor:
+            x = x.rows() if isinstance(x, Columns) else x
+            if trained and x.requires_grad:
+                x.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+            return x
+
+        return map_tensors(forward(model, *args, **kwargs), leave)
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.rows() if isinstance(x, Columns) else x
+def _refuse_gradient(grad: Tensor) -> Tensor:
+    raise _copy_trains()
+
+
+def _copy_trains() -> LossError:
+    return LossError(
+        "this model is a copy of a parallelized one; its gradients would not be averaged over ranks.",
+        fix="evaluate it (model.eval(), torch.no_grad()), or copy the model before wh.parallelize and parallelize both",
+    )
 
 
 class Runtime:
     """Plan in force, groups, regions and reducers of one model."""
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, regions: list[Region], make_reducers: Callable[[], list[Reducer]]):
+    def __init__(
+        self, model: nn.Module, plan: Plan, mesh: Mesh, regions: list[Region],
+        reader: BatchReader, make_reducers: Callable[[], list[GradientReducer]],
+    ):  # fmt: skip
+        self._reader = reader
         self.plan, self.mesh, self.regions, self._make_reducers = plan, mesh, regions, make_reducers
-        self.reducers = make_reducers()
-        self.sync = True
         self.call: Call | None = None
         self._counts_group = mesh.everyone(channel="row counts")
         self._delayed = [m for m in model.modules() if isinstance(m, ColumnLinear)]
         self._watched = [(name, owner, key, p) for name, owner, key, p in _owners(model)]
         self._trained = [p.requires_grad for _, _, _, p in self._watched]
+        self._trained_code = Trained(self._trained)
+        self.gradients = self._make_gradients()
         self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
+        self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
+        self._alone = mesh.world == 1 and not regions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
         return CopiedRuntime(self.plan, self.regions)
@@ -67,27 +90,30 @@ class Runtime:
 
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the whole model: rows counted, outputs weighed and reducers armed by them."""
-        if self.call is not None:  # the model calls itself
+        if self._alone or self.call is not None:  # one process; or the model calls itself
             return forward(model, *args, **kwargs)
-        training = model.training and torch.is_grad_enabled()
-        if training:
+        grad = torch.is_grad_enabled()
+        training = model.training and grad
+        if grad:
             self._check_parameters()
-        if not torch.is_grad_enabled() and self.plan.feed_size == 1:
-            return self._leave(forward(model, *args, **kwargs), None, training)
+        if not grad and self.plan.feed_size == 1:
+            out = forward(model, *args, **kwargs)
+            return self._leave(out, None, training) if self.regions else out
         call = self._begin(args, kwargs)
         try:
-            with self._loss_scope(call):
+            if grad and self.plan.num_feeds > 1:
+                with TrueMeanLoss(call, self._counts_group):
+                    out = forward(model, *args, **kwargs)
+            else:
                 out = forward(model, *args, **kwargs)
         finally:
             self._end()
         return self._leave(out, call, training)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        inputs = list(tensors_in((args, kwargs)))
-        dim = self.plan.batch_dim
-        rows = next((t.shape[dim] for t in inputs if t.dim() > dim), 1)
-        digest = _digest(inputs) if self.plan.feed_size > 1 else 0
-        self.call = Call(self._counts_group, self.plan.feed_size, rows, digest, self.arm)
+        plan = self.plan
+        batch = self._reader.read(args, kwargs, hashed=plan.feed_size > 1)
+        self.call = Call(self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum")
         for region in self.regions:
             region.call = self.call
         for layer in self._delayed:
@@ -103,45 +129,31 @@ class Runtime:
         for layer in self._delayed:
             layer._delay = None
 
-    def _loss_scope(self, call: Call) -> contextlib.AbstractContextManager[Any]:
-        if not torch.is_grad_enabled() or self.plan.num_feeds == 1:
-            return contextlib.nullcontext()
-        return TrueMeanLoss(call, self._counts_group)
-
     def _leave(self, out: Any, call: Call | None, training: bool) -> Any:
         def one(x: Tensor) -> Tensor:
             if isinstance(x, Columns):
                 if training or self._keeps_columns:
                     return x if call is None else _deliver_columns(x, call)
                 x = x.rows()
-            return x if call is None else deliver(x, call, weigh=self.plan.loss == "mean")
+            return x if call is None else deliver(x, call)
 
-        return map_tensors(out, one)
+        return one(out) if isinstance(out, Tensor) else map_tensors(out, one)
 
-    def arm(self) -> None:
-        """A backward has reached the model's output."""
-        if self.sync:
-            for reducer in self.reducers:
-                reducer.arm()
+    def _make_gradients(self) -> Gradients:
+        cut = [p for _, _, _, p in self._watched if (place := place_of(p)) and place.parts is not None and place.parts.size > 1]
+        return Gradients(self._make_reducers(), then=functools.partial(note_gradients, cut) if cut else None)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients accumulate on each rank and are not averaged; the next backward outside averages the sum."""
-        before = self.sync
-        self._set_sync(False)
+        before, self.gradients.sync = self.gradients.sync, False
         try:
             yield
         finally:
-            self._set_sync(before)
-
-    def _set_sync(self, sync: bool) -> None:
-        self.sync = sync
-        for reducer in self.reducers:
-            reducer.sync = sync
+            self.gradients.sync = before
 
     def _check_parameters(self) -> None:
-        for reducer in self.reducers:
-            reducer.abandon()
+        self.gradients.abandon()
         changed = False
         for i, (name, owner, key, parameter) in enumerate(self._watched):
             if owner._parameters.get(key) is not parameter:
@@ -153,10 +165,11 @@ class Runtime:
                 self._trained[i] = parameter.requires_grad
                 changed = True
         if changed:
-            for reducer in self.reducers:
-                reducer.close()
-            self.reducers = self._make_reducers()
-            self._set_sync(self.sync)
+            self._trained_code = Trained(self._trained)
+            sync = self.gradients.sync
+            self.gradients.close()
+            self.gradients = self._make_gradients()
+            self.gradients.sync = sync
 
     def current_plan(self) -> Plan:
         """The plan in force, with what was gathered implicitly so far."""
@@ -188,16 +201,6 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramete
                 yield (f"{name}.{key}" if name else key), module, key, parameter
 
 
-def _digest(inputs: list[Tensor]) -> int:
-    """A hash of the input tensors' bits, the same for equal tensors."""
-    total = 0
-    for t in inputs:
-        data = t.detach()
-        bits = data.to(torch.uint8) if data.dtype == torch.bool else data
-        total = (total * 1000003 + (int(torch.hash_tensor(bits).item()) if bits.numel() else 0) + hash(tuple(t.shape))) & 0x7FFFFFFFFFFFFFFF
-    return total
-
-
 def runtime_of(model: nn.Module, what: str) -> Runtime:
     """The runtime of a parallelized model. Raises PlanError for any other model."""
     runtime = model.__dict__.get(KEY)
@@ -209,3 +212,6 @@ def runtime_of(model: nn.Module, what: str) -> Runtime:
     return runtime
 
 
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether a model, a member of it, or what it belongs to went through parallelize, or is a copy of such a one."""
+    return any(KEY in m.__dict__ or cut_places(m) for m in model.modules()) or any(place_of(p) for p in model.parameters())

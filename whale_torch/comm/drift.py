@@ -1,0 +1,177 @@
+"""Copies that drifted apart: what must agree over ranks is compared before an optimizer's step.
+
+On the first three steps of each optimizer and on every hundredth a few float64 numbers a parameter travel: sum and norm
+of its value and of its gradient. They are compared with a tolerance, since ranks of one job may have different processors.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from whale_torch.comm.collectives import gather_equal
+from whale_torch.comm.registry import ParameterPlace, place_of
+from whale_torch.errors import CommError
+from whale_torch.mesh import Group
+
+__all__ = ["check_gradients", "note_gradients", "watch_optimizers"]
+
+FIRST_STEPS = 3
+EVERY = 100
+_TOLERANCE = 1e-6
+_HALF_TOLERANCE = 1e-3
+_NOTED = "_whale_noted"
+
+_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+Placed = tuple[Tensor, ParameterPlace]
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on every torch.optim optimizer checks, before a step, what it holds of a parallelized model."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    number = _steps.get(optimizer, 0)
+    _steps[optimizer] = number + 1
+    if _is_due(number):
+        check_gradients([p for group in optimizer.param_groups for p in group["params"]])
+
+
+def _is_due(number: int) -> bool:
+    return number < FIRST_STEPS or (number + 1) % EVERY == 0
+
+
+def note_gradients(parameters: Sequence[Tensor]) -> None:
+    """Keeps sum and norm of the gradients of cut parameters as backward left them, if an optimizer will check next."""
+    if not _steps or any(_is_due(number) for number in _steps.values()):
+        for parameter in parameters:
+            setattr(parameter, _NOTED, None if parameter.grad is None else _sum_and_norm(parameter.grad).tolist())
+
+
+def check_gradients(parameters: Iterable[Tensor]) -> None:
+    """Compares over ranks the copies of parameters and of their gradients, and how the gradients of cut ones were scaled.
+
+    A collective over the ranks with copies and over those with parts; tensors that no model of ours holds are passed over.
+    Raises CommError on all these ranks, naming the first parameter that differs.
+    """
+    copies: dict[Group, list[Placed]] = {}
+    parts: dict[Group, list[Placed]] = {}
+    for parameter in parameters:
+        place = place_of(parameter)
+        if place is None:
+            continue
+        if place.copies.size > 1:
+            copies.setdefault(place.copies, []).append((parameter, place))
+        if place.parts is not None and place.parts.size > 1:
+            parts.setdefault(place.parts, []).append((parameter, place))
+    for group, members in copies.items():
+        _check_number(group, members)
+        _check_copies(group, members)
+    for group, members in parts.items():
+        _check_scale(group, members)
+
+
+def _sum_and_norm(x: Tensor) -> Tensor:
+    x = x.detach()
+    if x.is_sparse:
+        x = x.coalesce().values()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return torch.stack([x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, dtype=torch.float64)])
+
+
+def _check_number(group: Group, members: list[Placed]) -> None:
+    numbers = gather_equal(torch.tensor([len(members)]), group, name="number of parameters of an optimizer").flatten().tolist()
+    if len(set(numbers)) > 1:
+        raise CommError(
+            f"the optimizers of ranks {list(group.ranks)} hold {numbers} parameters of the model.",
+            fix="build the same optimizer on every rank",
+            ranks=group.ranks,
+        )
+
+
+def _check_copies(group: Group, members: list[Placed]) -> None:
+    nothing = torch.full((2,), -1.0, dtype=torch.float64, device=members[0][0].device)  # no gradient: no norm is negative
+    rows = [torch.cat([_sum_and_norm(p), nothing if p.grad is None else _sum_and_norm(p.grad)]) for p, _ in members]
+    table = gather_equal(torch.stack(rows).cpu(), group, name="checksum of gradients").tolist()
+    for number, (parameter, place) in enumerate(members):
+        tolerance = _tolerance(parameter)
+        for rank, found in zip(group.ranks, (ranks_rows[number] for ranks_rows in table), strict=True):
+            first = table[0][number]
+            if not _close(first[2:], found[2:], tolerance):
+                _refuse_gradient(place.name, group.ranks[0], first[3], rank, found[3])
+            if not _close(first[:2], found[:2], tolerance):
+                raise CommError(
+                    f"the copies of '{place.name}' differ before an optimizer's step: norm {first[1]:.6g} (sum {first[0]:.6g}) on rank "
+                    f"{group.ranks[0]}, {found[1]:.6g} (sum {found[0]:.6g}) on rank {rank}.",
+                    fix="likely an optimizer.step() on gradients that were not averaged (inside wh.no_sync), "
+                    "or values changed on some ranks only",
+                    ranks=(group.ranks[0], rank),
+                )  # fmt: skip
+
+
+def _close(a: list[float], b: list[float], tolerance: float) -> bool:
+    """Whether (sum, norm) pairs agree to a share of the norm; the same infinities and NaNs agree."""
+    same = [x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=True)]
+    return all(same) or (min(a[1], b[1]) >= 0 and max(abs(a[0] - b[0]), abs(a[1] - b[1])) <= tolerance * max(a[1], b[1]))
+
+
+def _refuse_gradient(name: str, rank: int, norm: float, other: int, other_norm: float) -> None:
+    told = [f"norm {x:.6g}" if x >= 0 else "None" if x == -1.0 else f"{x}" for x in (norm, other_norm)]
+    raise CommError(
+        f"the gradient of '{name}' differs between copies before an optimizer's step: {told[0]} on rank {rank}, {told[1]} on rank {other}.",
+        fix="likely torch.nn.utils.clip_grad_norm_ or torch.amp.GradScaler on a model with cut parameters (use wh.clip_grad_norm_ and "
+        "wh.GradScaler), a step inside wh.no_sync, or gradients changed on some ranks only",
+        ranks=(rank, other),
+    )
+
+
+def _check_scale(group: Group, members: list[Placed]) -> None:
+    """A clip by a norm that only counted this rank's part scales the parts of one parameter differently.
+
+    Where this rank's gradients are what backward left times one number, that number is compared. What was changed in
+    another way (clipped by value, say) is right part by part, and is not judged.
+    """
+    mine = torch.tensor([_scale_since_backward(members)], dtype=torch.float64)
+    scales = gather_equal(mine, group, name="scale of gradients").flatten().tolist()
+    known = {rank: scale for rank, scale in zip(group.ranks, scales, strict=True) if math.isfinite(scale)}
+    if not known:
+        return
+    low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+    if known[high] - known[low] > _tolerance(members[0][0]) * 10 * abs(known[high]):
+        raise CommError(
+            f"since backward the gradient of '{members[0][1].name}', of which ranks {list(group.ranks)} hold parts, was multiplied by "
+            f"{known[low]:.6g} on rank {low} and by {known[high]:.6g} on rank {high}.",
+            fix="likely torch.nn.utils.clip_grad_norm_, which counts this rank's part only: use wh.clip_grad_norm_(model, max_norm)",
+            ranks=(low, high),
+        )
+
+
+def _scale_since_backward(members: list[Placed]) -> float:
+    """The number all gradients were multiplied by since backward; NaN where there is no such number."""
+    scale = math.nan
+    for parameter, _ in members:
+        noted = getattr(parameter, _NOTED, None)
+        setattr(parameter, _NOTED, None)
+        if noted is None or parameter.grad is None or noted[1] == 0.0:
+            continue
+        now = _sum_and_norm(parameter.grad).tolist()
+        here = now[1] / noted[1]
+        most = _tolerance(parameter) * here
+        if abs(now[0] - here * noted[0]) > most * noted[1] or abs(here - scale) > most:
+            return math.nan
+        scale = here
+    return scale
+
+
+def _tolerance(x: Tensor) -> float:
+    return _TOLERANCE if x.dtype.itemsize >= 4 else _HALF_TOLERANCE

@@ -1,0 +1,172 @@
+"""BatchNorm over all replicas: the statistics, and the gradient through them, of the whole batch.
+
+One all-gather of (mean, variance, count) forward and one all-gather of two sums backward. Gradients run in one scale on
+all feeds (docs/design.md 5.3), so their sums over ranks need no factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from whale_torch.comm.collectives import gather_equal
+from whale_torch.errors import PlanError
+from whale_torch.mesh import Group, Mesh
+from whale_torch.planning.plan import Plan
+from whale_torch.planning.taskgraph import TaskGraph
+
+__all__ = ["check_batch_norm", "sync_batch_norm"]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _dims(x: Tensor) -> list[int]:
+    """All dims but that of the channels."""
+    return [0, *range(2, x.dim())]
+
+
+def _per_channel(v: Tensor, like: Tensor) -> Tensor:
+    return v.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, float]:
+    """Mean and biased variance of each channel over the group's samples, float64, and how many values they are of."""
+    num_channels, count = x.shape[1], x.numel() // max(x.shape[1], 1)
+    if count:
+        var, mean = torch.var_mean(_wide(x), _dims(x), correction=0)
+        mine = torch.cat([mean.double(), var.double(), mean.new_tensor([count]).double()])
+    else:
+        mine = x.new_zeros(2 * num_channels + 1, dtype=torch.float64)
+    every = gather_equal(mine, group, name="batch norm statistics")
+    counts, means, variances = every[:, -1:], every[:, :num_channels], every[:, num_channels:-1]
+    total = counts.sum().clamp(min=1.0)
+    mean = (counts * means).sum(0) / total
+    var = (counts * (variances + (means - mean) ** 2)).sum(0) / total
+    return mean, var, float(counts.sum())
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """x normalised by given statistics that depend on x on every rank of the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, count: float, eps: float, group: Group) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
+        ctx.count, ctx.group = count, group
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse = ctx.saved_tensors
+        wide_grad = _wide(grad)
+        normal = (_wide(x) - _per_channel(mean, x)) * _per_channel(inverse, x)
+        mine = torch.stack([wide_grad.sum(_dims(x)), (wide_grad * normal).sum(_dims(x))])
+        total = gather_equal(mine, ctx.group, name="batch norm's backward").sum(0) / max(ctx.count, 1.0)
+        scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+        out = _per_channel(scale, x) * (wide_grad - _per_channel(total[0], x) - normal * _per_channel(total[1], x))
+        weight_grad, bias_grad = (None, None) if weight is None else (mine[1].to(weight.dtype), mine[0].to(weight.dtype))
+        return out.to(x.dtype), weight_grad, bias_grad, None, None, None, None, None
+
+
+class _Synced(_BatchNorm):
+    """What the three classes below have in common. _group: one rank of each feed."""
+
+    _group: Group
+
+    def _get_name(self) -> str:
+        return type(self).__name__.removeprefix("Synced")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        with torch.no_grad():
+            mean, var, count = _statistics(input, self._group)
+        if count == 1.0:
+            raise ValueError(f"Expected more than 1 value per channel when training, got 1 on all ranks together, here {tuple(input.shape)}")
+        if self.training and self.track_running_stats:
+            self._track(mean, var, count)
+        dtype = _wide(input).dtype
+        out: Tensor = _SyncBatchNorm.apply(input, self.weight, self.bias, mean.to(dtype), var.to(dtype), count, self.eps, self._group)
+        return out
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, count: float) -> None:
+        """Running statistics as one process has them: of the unbiased variance of the whole batch."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None and self.num_batches_tracked is not None else self.momentum or 0.0
+        if self.running_mean is not None and self.running_var is not None and count:
+            unbiased = var * (count / (count - 1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+class SyncedBatchNorm1d(_Synced, nn.BatchNorm1d):
+    """nn.BatchNorm1d over all replicas."""
+
+
+class SyncedBatchNorm2d(_Synced, nn.BatchNorm2d):
+    """nn.BatchNorm2d over all replicas."""
+
+
+class SyncedBatchNorm3d(_Synced, nn.BatchNorm3d):
+    """nn.BatchNorm3d over all replicas."""
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: SyncedBatchNorm1d,
+    nn.BatchNorm2d: SyncedBatchNorm2d,
+    nn.BatchNorm3d: SyncedBatchNorm3d,
+}
+
+
+def _asked(model: nn.Module, plan: Plan) -> list[tuple[TaskGraph, list[tuple[str, _BatchNorm]]]]:
+    """TaskGraphs with wh.replica(sync_batch_norm=True), and their BatchNorms by name."""
+    graphs = [g for g in plan.taskgraphs if g.kind == "replica" and g.option("replica", "sync_batch_norm", False)]
+    roots = {name: graph.index for graph in plan.taskgraphs for name in graph.modules}
+    found: dict[int, list[tuple[str, _BatchNorm]]] = {graph.index: [] for graph in graphs}
+    for name, module in model.named_modules():
+        above = name
+        while above not in roots:
+            above = above.rpartition(".")[0]
+        if isinstance(module, _BatchNorm) and roots[above] in found:
+            found[roots[above]].append((name, module))
+    return [(graph, found[graph.index]) for graph in graphs]
+
+
+def check_batch_norm(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError where sync_batch_norm=True finds nothing to act on, or a BatchNorm it has no form of."""
+    asked = _asked(model, plan)
+    for graph, members in asked:
+        for name, module in members:
+            if type(module) not in _CLASSES:
+                raise PlanError(
+                    f"{graph.label}: sync_batch_norm=True has no form of {type(module).__name__} '{name}'.",
+                    where=graph.site, fix="use nn.BatchNorm1d, 2d or 3d, or leave sync_batch_norm out",
+                )  # fmt: skip
+    if asked and not any(members for _, members in asked):
+        graph = asked[0][0]
+        raise PlanError(
+            f"{graph.label}: sync_batch_norm=True, but it holds no BatchNorm.", where=graph.site, fix="leave sync_batch_norm out"
+        )
+
+
+def sync_batch_norm(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Lets the BatchNorms of wh.replica(sync_batch_norm=True) take their statistics over all feeds."""
+    asked = _asked(model, plan)
+    if not asked or plan.num_feeds == 1:
+        return
+    one_of_each_feed = tuple(tuple(range(place, plan.world, plan.feed_size)) for place in range(plan.feed_size))
+    group = mesh.group("one rank of each feed", one_of_each_feed, channel="batch norm")
+    for _, members in asked:
+        for _, module in members:
+            module.__class__ = _CLASSES[type(module)]
+            module.__dict__["_group"] = group
