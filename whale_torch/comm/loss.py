@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from whale_torch import ops
-from whale_torch.comm.bridge import MeanSeed, gather_feeds, own_feed
+from whale_torch.comm.bridge import MeanSeed, first_order, gather_feeds, own_feed
 from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain, register_function
@@ -124,7 +123,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.overwritten:
             raise LossError(
@@ -152,7 +151,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, lse = ctx.saved_tensors
         problem = ctx.problem
@@ -287,7 +286,7 @@ class _ScaleBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad * ctx.factor().to(grad.dtype), None
 
