@@ -84,7 +84,7 @@ class Call:
         self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
         self.is_empty = batch.rows == 0
         self._counts: list[int] | None = None
-        header = torch.tensor([batch.rows, batch.digest, batch.other, trained.code])
+        header = torch.tensor([batch.rows, batch.digest, batch.other, trained.code], device="cpu")
         self._gathered, self._wait = gather_equal_async(header, world, name="row counts of the batch")
         if feed_size > 1:
             self.counts()

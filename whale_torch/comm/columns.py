@@ -21,6 +21,7 @@ from whale_torch.comm.bridge import ColumnsToRows
 from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.region import Region
 from whale_torch.errors import LayoutError
+from whale_torch.ops.precision import autocast_dtype
 
 __all__ = [
     "Columns",
@@ -108,8 +109,8 @@ class Deferred:
     __slots__ = ("_out", "inputs")
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None):
-        if torch.is_autocast_enabled(x.device.type):  # what F.linear would do here, wherever it runs later
-            dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = autocast_dtype(x.device)
+        if dtype is not None:  # what F.linear would do here, wherever it runs later
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         self.inputs = (x, weight, bias)
         self._out: Tensor | None = None

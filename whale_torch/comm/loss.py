@@ -23,6 +23,7 @@ from whale_torch.comm.columns import Columns, ColumnsPlace, plain, register_func
 from whale_torch.comm.region import Region
 from whale_torch.errors import LossError
 from whale_torch.mesh import Group
+from whale_torch.ops.precision import autocast_dtype
 
 __all__ = ["TrueMeanLoss", "cross_entropy"]
 
@@ -234,7 +235,7 @@ def cross_entropy(
     if place.call is not None:
         out = deliver(out, place.call, weigh=reduction == "none")
     out = out.reshape(target.shape) if reduction == "none" else out
-    return out if torch.is_autocast_enabled(z.device.type) else out.to(z.dtype)
+    return out if autocast_dtype(z.device) else out.to(z.dtype)
 
 
 def _runs_across(z: Columns, target: Tensor, size_average: Any, reduce: Any, reduction: str) -> bool:
