@@ -16,39 +16,25 @@ from whale_torch.comm.columns import Columns, ColumnsPlace, Deferred, Hold
 from whale_torch.comm.region import Region
 from whale_torch.comm.rows import enter_columns, enter_rows, gather_plain, leave_rows
 from whale_torch.planning.rules import Cut, PlanFunction, SplitRule, register_rule
-from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
+from whale_torch.strategies.copies import Replacement
 from whale_torch.strategies.delayed import Delay, delayed_linear
 
 __all__ = ["ColumnEmbedding", "ColumnLinear", "RowLinear", "SplitModule", "VocabularyEmbedding", "register_split_rule", "run_class"]
 
 
-class SplitModule(nn.Module):
+class SplitModule(Replacement, nn.Module):
     """What the classes of this file have in common.
 
     _region: the ranks that run it together. _cut: the plan's decision. _options: the scope's options.
     """
 
+    _run_state = ("_region", "_cut", "_options", "_delay")
     _region: Region
     _cut: Cut
     _options: dict[str, Any]
 
-    @classmethod
-    def _base(cls) -> type[nn.Module]:
-        """The class that the module had."""
-        base: type[nn.Module] = cls.__mro__[cls.__mro__.index(SplitModule) + 1]
-        return base
-
     def _get_name(self) -> str:
-        return self._base().__name__
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return pickled_as(self, self._base(), ("_region", "_cut", "_options", "_delay"))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return deep_copied(self, memo)
-
-    def __copy__(self) -> nn.Module:
-        return shallow_copied(self)
+        return self._replaced().__name__
 
     @property
     def _index(self) -> int:
