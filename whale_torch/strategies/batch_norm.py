@@ -79,7 +79,7 @@ class _SyncBatchNorm(torch.autograd.Function):
 class _Synced(Replacement, _BatchNorm):
     """What the three classes below have in common. _group: one rank of each feed."""
 
-    _run_state = ("_group",)
+    _added = ("_group",)
     _group: Group
 
     def _get_name(self) -> str:

@@ -16,13 +16,13 @@ __all__ = ["Replacement"]
 class Replacement:
     """Comes first among the bases of a class that a strategy gives to a module in place of its own.
 
-    _run_state: attributes that mean something on running ranks only; a pickle leaves them out.
+    _added: attributes that a plain module of the same kind does not have; a pickle leaves them out.
     """
 
-    _run_state: ClassVar[tuple[str, ...]] = ()
+    _added: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
-    def _replaced(cls) -> type:
+    def _base(cls) -> type:
         """The class that the module had before any strategy."""
         return next(base for base in cls.__mro__ if not issubclass(base, Replacement))
 
@@ -36,8 +36,8 @@ class Replacement:
         if place is not None:
             raise refuse_to_write(place)
         make, (_, *arguments), state = self._parts()
-        dropped = {name for base in type(self).__mro__ for name in vars(base).get("_run_state", ())}
-        return make, (self._replaced(), *arguments), {key: v for key, v in state.items() if key not in dropped}
+        dropped = {name for base in type(self).__mro__ for name in vars(base).get("_added", ())}
+        return make, (self._base(), *arguments), {key: v for key, v in state.items() if key not in dropped}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the same class; what lives on ranks says itself how it is copied (Group, Region, Runtime)."""

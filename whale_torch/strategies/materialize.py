@@ -157,7 +157,7 @@ class _Materialize:
             if isinstance(t, nn.Parameter):
                 cut = self.cuts.get(self.first[id(t)])
                 shape = t.shape if cut is None else torch.Size(cut[0].shape)
-                stand_in = nn.Parameter(torch.empty(shape, dtype=t.dtype), requires_grad=t.requires_grad)
+                stand_in = nn.Parameter(torch.empty(shape, dtype=t.dtype, device="cpu"), requires_grad=t.requires_grad)
                 module._parameters[key] = stand_in
             else:
                 module._buffers[key] = t.clone()

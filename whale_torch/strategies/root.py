@@ -41,7 +41,7 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
 
     body = {
         "forward": forward, "no_sync": no_sync, "_get_name": get_name, "load_state_dict": load_state_dict,
-        "_run_state": (KEY,),
+        "_added": (KEY,),
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
     bases = (base,) if issubclass(base, Replacement) else (Replacement, base)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_torch.comm.call import Anchor, Call, deliver
+from whale_torch.comm.call import Anchor, Call, Trained, deliver
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain
 from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.drift import note_gradients
@@ -23,7 +23,7 @@ from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.delayed import Delay
 from whale_torch.strategies.outputs import map_tensors
-from whale_torch.strategies.split_rules import ColumnLinear
+from whale_torch.strategies.split_linear import ColumnLinear
 from whale_torch.strategies.state_hooks import cut_places
 
 __all__ = ["CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
@@ -76,6 +76,7 @@ class Runtime:
         self._delayed = [m for m in model.modules() if isinstance(m, ColumnLinear)]
         self._watched = [(name, owner, key, p) for name, owner, key, p in _owners(model)]
         self._trained = [p.requires_grad for _, _, _, p in self._watched]
+        self._trained_code = Trained(self._trained)
         self.gradients = self._make_gradients()
         self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
@@ -112,7 +113,7 @@ class Runtime:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         plan = self.plan
         batch = self._reader.read(args, kwargs, hashed=plan.feed_size > 1)
-        self.call = Call(self._counts_group, plan.feed_size, batch, self._anchor, summed=plan.loss == "sum")
+        self.call = Call(self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum")
         for region in self.regions:
             region.call = self.call
         for layer in self._delayed:
@@ -164,6 +165,7 @@ class Runtime:
                 self._trained[i] = parameter.requires_grad
                 changed = True
         if changed:
+            self._trained_code = Trained(self._trained)
             sync = self.gradients.sync
             self.gradients.close()
             self.gradients = self._make_gradients()
