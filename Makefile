@@ -28,7 +28,7 @@ NATIVE := $(wildcard setup.py csrc/*/*)
 .DELETE_ON_ERROR:
 
 demo: $(BUILD_STAMP)
-	$(VENV)/bin/torchrun --standalone --nproc-per-node 4 -m examples.spelling.main --classes $(CLASSES)
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 4 -m examples.spelling.main --classes $(CLASSES)
 
 test: $(BUILD_STAMP)
 	$(RUN) -m pytest $(PYTEST_ARGS)
@@ -62,6 +62,6 @@ $(TORCH_STAMP): $(VENV_STAMP)
 # WHALE_BUILD_EXT=1: here a missing compiled kernel is an error, where a plain `pip install` would fall back to Python.
 $(BUILD_STAMP): $(TORCH_STAMP) pyproject.toml $(NATIVE)
 	$(PIP) install "setuptools>=77" wheel
-	WHALE_BUILD_EXT=1 $(PIP) install --no-build-isolation --editable ".[test,demo,dev]" "$(TORCH)"
+	WHALE_BUILD_EXT=1 $(PIP) install --quiet --no-build-isolation --editable ".[test,demo,dev]" "$(TORCH)"
 	@$(RUN) -c 'from whale_torch.ops.library import compiled; import sys; cpu = compiled()["cpu"]; sys.exit(cpu.reason or None)'
 	@touch $@

@@ -1,4 +1,4 @@
-"""Builds the compiled kernels of whale_torch: csrc/ -> whale_torch/_C_cpu.so and, where nvcc is, whale_torch/_C_cuda.so.
+"""Builds the kernels of whale_torch: csrc/ -> whale_torch/_C_cpu.so and, where nvcc is, whale_torch/_C_cuda.so.
 
 Torch is not imported, only its headers and libraries are used, so that this runs under build isolation. Without them or
 without a C++ compiler the wheel is pure Python, and says so. Switches, all for build time:
@@ -52,7 +52,7 @@ def switch(name: str) -> str:
 
 
 def torch_root() -> Path | None:
-    """The folder of the installed torch: of this interpreter, else of the environment that an isolated build runs from."""
+    """The installed torch: of this interpreter, else of the environment that an isolated build is run from."""
     spec = importlib.util.find_spec("torch")
     found = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
     found += [Path(sysconfig.get_path(kind)) / "torch" for kind in ("purelib", "platlib")]
@@ -129,7 +129,9 @@ class Build(build_ext):
             say("no CUDA library: nvcc failed, see above (WHALE_TORCH_CUDA=1 makes this an error)")
 
     def copy_extensions_to_source(self) -> None:
-        self.extensions = [ext for ext in self.extensions if Path(self.build_lib, self.get_ext_filename(ext.name)).exists()]
+        self.extensions = [
+            ext for ext in self.extensions if Path(self.build_lib, self.get_ext_filename(ext.name)).exists()
+        ]
         super().copy_extensions_to_source()
 
     def build_cpu(self, target: Path) -> None:
@@ -146,6 +148,7 @@ class Build(build_ext):
             [([*cxx, *COMMON_FLAGS, *machine, *flags, "-c", str(source)], source, tag) for source, tag, flags in jobs]
         )
         self.link(cxx, objects, target, [])
+        say(f"{target.name}: {', '.join(ISA_FLAGS) if X86_64 else 'baseline'}, headers of {torch_root()}")
 
     def build_cuda(self, target: Path) -> None:
         tool = nvcc()
@@ -154,13 +157,14 @@ class Build(build_ext):
         codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         codes.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
         host = ["-Xcompiler", "-fPIC,-fvisibility=hidden", "-ccbin", str(compiler())]
-        flags = ["-O3", "-std=c++20", "-Xptxas=-v", "--expt-relaxed-constexpr", STABLE_ABI, *codes, *host]
+        flags = ["-O3", "-std=c++20", "-Xptxas=--warn-on-spills", STABLE_ABI, *codes, *host]
         flags += self.torch_includes()
         sources = sorted((CSRC / "cuda").glob("*.cu"))
         objects = self.compile_all([([str(tool), *flags, "-c", str(source)], source, "") for source in sources])
         libraries = next((path for path in (tool.parents[1] / "lib64", tool.parents[1] / "lib") if path.is_dir()), None)
         extra = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         self.link([str(compiler())], objects, target, extra)
+        say(f"{target.name}: sm_{', sm_'.join(archs)} and PTX of compute_{archs[-1]}, by {tool}")
 
     def torch_includes(self) -> list[str]:
         return ["-isystem", str(torch_root() / "include")]  # type: ignore[operator]
@@ -171,12 +175,21 @@ class Build(build_ext):
 
         def compile_one(job: tuple[list[str], Path, str]) -> str:
             command, source, tag = job
-            output = str(folder / f"{source.parent.name}_{source.stem}{'_' + tag if tag else ''}.o")
+            stem = f"{source.parent.name}_{source.stem}{'_' + tag if tag else ''}"
+            output, record = str(folder / f"{stem}.o"), folder / f"{stem}.txt"
+            inputs = [source, *CSRC.glob("**/*.h")]
+            newest = str(max(path.stat().st_mtime_ns for path in inputs))
+            # An object is kept if the same command made it from the same files.
+            state = "\n".join([newest, *command])
+            if Path(output).exists() and record.exists() and record.read_text() == state:
+                return output
+            record.unlink(missing_ok=True)
             done = subprocess.run([*command, "-o", output], capture_output=True, text=True, check=False)
             if done.stdout or done.stderr:
-                print(f"{source} {tag}\n{done.stdout}{done.stderr}", file=sys.stderr, flush=True)
+                print(f"{source} {tag}\n{done.stdout}{done.stderr}".rstrip(), file=sys.stderr, flush=True)
             if done.returncode:
                 raise CompileError(f"{source} does not compile, see above: {' '.join(command)}")
+            record.write_text(state)
             return output
 
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:

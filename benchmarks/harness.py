@@ -87,7 +87,7 @@ def interleave(variants: Mapping[str, Step], *, steps: int, warmup: int = 2) -> 
 
 
 def summarize(per_rank: Sequence[Mapping[str, Trace]]) -> dict[str, Summary]:
-    """Joins the traces of all ranks. Values are averaged over ranks: a rank's mean loss over its rows becomes the world's."""
+    """Joins the traces of all ranks; values are averaged, so the ranks' mean losses become the world's."""
     summaries = {}
     for name in per_rank[0]:
         traces = [traces[name] for traces in per_rank]

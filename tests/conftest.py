@@ -1,4 +1,4 @@
-"""Options of the suite: how much of a large matrix runs, and what needs a GPU."""
+"""Options of the suite: how much of a large matrix runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,6 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        no_gpu = pytest.mark.skip(reason="torch.cuda.is_available() is False")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(no_gpu)
     if config.getoption("--matrix") == "subset":
         dropped = _outside_the_subset(items, config.getoption("--matrix-seed"))
         config.hook.pytest_deselected(items=dropped)

@@ -2,6 +2,7 @@
 
 from whale_torch.apply import parallelize, plan
 from whale_torch.cluster import Cluster
+from whale_torch.data import batch_sampler, data_rank, sampler
 from whale_torch.errors import (
     AnnotationError,
     CheckpointError,
@@ -12,6 +13,8 @@ from whale_torch.errors import (
     TraceError,
     WhaleError,
 )
+from whale_torch.optim.clip import clip_grad_norm_
+from whale_torch.optim.scaler import GradScaler
 from whale_torch.planning.plan import Plan
 from whale_torch.scopes import annotate, auto_parallel, cpu_offload, pipeline, recompute, replica, split, stage
 from whale_torch.state import full_state_dict, no_sync, reduce
@@ -23,6 +26,7 @@ __all__ = [
     "CheckpointError",
     "Cluster",
     "CommError",
+    "GradScaler",
     "LayoutError",
     "LossError",
     "Plan",
@@ -31,7 +35,10 @@ __all__ = [
     "WhaleError",
     "annotate",
     "auto_parallel",
+    "batch_sampler",
+    "clip_grad_norm_",
     "cpu_offload",
+    "data_rank",
     "full_state_dict",
     "no_sync",
     "parallelize",
@@ -40,6 +47,7 @@ __all__ = [
     "recompute",
     "reduce",
     "replica",
+    "sampler",
     "split",
     "stage",
 ]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale_torch.comm.collectives import all_to_all_rows, broadcast_copy
+from whale_torch.comm.collectives import broadcast_copy
+from whale_torch.comm.cut_tensor import CutTensor, join
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError
-from whale_torch.strategies.runtime import runtime_of
+from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized, runtime_of
 
 __all__ = ["full_state_dict", "full_tensor", "no_sync", "reduce"]
 
@@ -31,33 +33,43 @@ def full_tensor(parameter: Tensor, value: Tensor | None = None) -> Tensor:
     """The whole of a cut parameter (or of a value of its shape, such as its gradient): a collective over its parts."""
     place = place_of(parameter)
     value = parameter.detach() if value is None else value
-    if place is None or place.shard is None or place.parts is None:
-        return value.clone()
-    parts, shard = place.parts, place.shard
-    if parts.size == 1:
-        return value.clone()
-    sizes = [torch.Size(shard.local_shape(i)).numel() for i in range(parts.size)]
-    flat = value.contiguous().view(-1)
-    spread = flat.repeat(parts.size)
-    gathered = all_to_all_rows(spread, [flat.numel()] * parts.size, sizes, parts, name=f"whole of {place.name}")
-    return shard.join([part.view(shard.local_shape(i)) for i, part in enumerate(gathered.split(sizes))])
+    return value.clone() if place is None else join(value, place)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state_dict of the model as one process would have it, with whole tensors: a collective, on every rank.
 
+    Tied parameters share memory, as in a plain state_dict. Takes a parallelized model, a member of one, a copy of one and
+    what wraps a copy (torch.optim.swa_utils.AveragedModel); tensors lie on the parameters' device.
     Buffers that differ between ranks (running statistics of a local BatchNorm) are rank 0's on every rank.
-    Raises PlanError for a model that is not parallelized.
+    Raises PlanError for a model without a parallelized part.
     """
-    mesh = runtime_of(model, "wh.full_state_dict").mesh
-    by_name = dict(model.named_parameters(remove_duplicate=False))
+    if not is_parallelized(model):
+        runtime_of(model, "wh.full_state_dict")
+    state = model.state_dict()
+    first = {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)}
+    whole: dict[int | str, Tensor] = {}
+    full: OrderedDict[str, Any] = OrderedDict()
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            full[key] = value
+            continue
+        parameter = first.get(key, key)
+        if parameter not in whole:
+            whole[parameter] = _whole(value, key in first, model, key)
+        full[key] = whole[parameter]
+    if hasattr(state, "_metadata"):  # versions of modules, by which load_state_dict reads older files
+        full._metadata = state._metadata  # type: ignore[attr-defined]
+    return full
 
-    def whole(key: str, value: Any) -> Any:
-        if key in by_name:
-            return full_tensor(by_name[key])
-        return broadcast_copy(value, mesh.everyone(), name=f"buffer {key}") if isinstance(value, Tensor) else value
 
-    return {key: whole(key, value) for key, value in model.state_dict().items()}
+def _whole(value: Tensor, is_parameter: bool, model: nn.Module, key: str) -> Tensor:
+    if isinstance(value, CutTensor):
+        return value.whole()
+    runtime = model.__dict__.get(KEY)
+    if is_parameter or not isinstance(runtime, Runtime):
+        return value.detach().clone()
+    return broadcast_copy(value, runtime.mesh.everyone(), name=f"buffer {key}")
 
 
 def reduce(value: Value, how: str = "mean", *, weight: float = 1.0) -> Value:

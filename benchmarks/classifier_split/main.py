@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.classifier_split.annotated import Annotated
-from benchmarks.classifier_split.handwritten import Handwritten, NoWire, Wire
 from benchmarks.classifier_split.model import WIDTH, Task, make_features, one_process, update_error
-from benchmarks.classifier_split.peers import DataParallel, DTensorSplit
+from benchmarks.classifier_split.peers import DataParallel, DTensorSplit, Handwritten
 from benchmarks.cluster import Cluster, ClusterError
+from benchmarks.handwritten import FlatWire, NoWire
 from benchmarks.harness import Report, Summary, Trace, add_arguments, interleave, summarize
 
 __all__ = ["main"]
@@ -54,7 +54,7 @@ def _make(name: str, task: Task, rank: int) -> Variant:
     if name == "compute":
         return Handwritten(task, rank, NoWire(task.world))
     if name.startswith("hand"):
-        return Handwritten(task, rank, Wire(dtypes[name.removeprefix("hand")]))
+        return Handwritten(task, rank, FlatWire(dtypes[name.removeprefix("hand")]))
     return Annotated(task, rank, dtypes[name.removeprefix("whale")] or torch.float32)
 
 
@@ -118,8 +118,8 @@ def _compare(options: argparse.Namespace, task: Task, names: list[str]) -> int:
     summaries = summarize([traces for traces, _ in results])
     errors = {name: max(errors[name] for _, errors in results) for name in results[0][1]}
     report.note(
-        f"{options.nodes} nodes x 1 rank, links of {options.rate} (one stream gets {rate / 1e6:.0f} Mbit/s), {task.rows} rows a rank, "
-        f"SGD; {options.steps} steps of each variant, alternating"
+        f"{options.nodes} nodes x 1 rank, links of {options.rate} (one stream gets {rate / 1e6:.0f} Mbit/s), "
+        f"{task.rows} rows a rank, SGD; {options.steps} steps of each variant, alternating"
     )
     _add_table(report, names, summaries, errors, losses)
     _add_limits(report, task, summaries, rate)
@@ -192,7 +192,7 @@ def _add_limits(report: Report, task: Task, summaries: dict[str, Summary], rate:
             "x limit",
         ]
         report.table(
-            "The limit: features' gradients over the slowest link at its measured rate; compute of the same step without communication",
+            "The limit: features' gradients over the slowest link as measured; compute of a step without communication",
             headers,
             rows,
         )

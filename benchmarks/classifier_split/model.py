@@ -1,4 +1,4 @@
-"""The task: features of 2.2 M parameters and width 200, a linear classifier on top, random rows; and its one-process run."""
+"""The task: features of 2.2 M parameters and width 200, a linear classifier, random rows; and its one-process run."""
 
 from __future__ import annotations
 

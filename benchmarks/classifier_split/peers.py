@@ -1,4 +1,4 @@
-"""Peers from torch itself: DDP, DDP with its half-precision hook, DDP + DTensor + loss_parallel."""
+"""Peers: DDP, DDP with its half-precision hook, DDP + DTensor + loss_parallel, collectives written by hand."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.classifier_split.model import LEARNING_RATE, Task, make_features, make_head
+from benchmarks.handwritten import Exchange, SplitStep
 
-__all__ = ["DTensorSplit", "DataParallel"]
+__all__ = ["DTensorSplit", "DataParallel", "Handwritten"]
 
 
 class DataParallel:
@@ -84,3 +85,19 @@ class DTensorSplit:
     def values(self) -> dict[str, Tensor]:
         named = {f"features.{name}": value.detach() for name, value in self.features.module.named_parameters()}
         return named | {f"fc.{name}": value.detach().to_local() for name, value in self.head.named_parameters()}
+
+
+class Handwritten:
+    """The features' gradients leave in two buckets; see `benchmarks.handwritten` for the step."""
+
+    def __init__(self, task: Task, rank: int, wire: Exchange) -> None:
+        self.task, self.rank, self.features = task, rank, make_features()
+        head = make_head(task.classes)
+        self.split = SplitStep(self.features, head, rank, task.world, wire, lr=LEARNING_RATE, bucket_bytes=6 << 20)
+
+    def step(self, number: int) -> Tensor:
+        return self.split.step(*self.task.batch(number, self.rank))
+
+    def values(self) -> dict[str, Tensor]:
+        named = {f"features.{name}": value.detach() for name, value in self.features.named_parameters()}
+        return named | {"fc.weight": self.split.weight.detach(), "fc.bias": self.split.bias.detach()}

@@ -1,4 +1,4 @@
-"""Brings an emulated cluster up, checks its wire and all-reduces over it: `python -m benchmarks.cluster 4 2 400mbit`."""
+"""Brings an emulated cluster up, checks its wire, all-reduces over it: `python -m benchmarks.cluster 4 2 400mbit`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def main() -> int:
             seconds = cluster.run(_all_reduce_seconds, int(options.megabytes * 1e6))
             sent = max(after - first for after, first in zip(cluster.sent_bytes(), before, strict=True))
             print(
-                f"all-reduce of {options.megabytes:g} MB: {max(seconds) * 1e3:.0f} ms; {sent / 1e6:.1f} MB sent a node by two of them; "
-                f"world up, done and ended in {time.perf_counter() - start:.2f} s"
+                f"all-reduce of {options.megabytes:g} MB: {max(seconds) * 1e3:.0f} ms; two of them: "
+                f"{sent / 1e6:.1f} MB sent a node; world up, done and ended in {time.perf_counter() - start:.2f} s"
             )
     except ClusterError as error:
         print(error)

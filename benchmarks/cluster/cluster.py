@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.cluster.namespaces import Namespace, bits_per_second, build_network, measure_rate, refusal, sent_bytes
 from benchmarks.cluster.ranks import Place, Rank, fork_rank
@@ -53,7 +53,7 @@ class Cluster:
         """The inodes of the network namespaces: by them /proc/<pid>/ns/net tells who is inside."""
         return [namespace.inode for namespace in self._namespaces]
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Cluster:
         missing = refusal()
         if missing is not None:
             raise ClusterError(f"an emulated cluster cannot run here: {missing[0]}", fix=missing[1])
@@ -161,9 +161,9 @@ def _raise_failure(ranks: list[Rank], failures: dict[int, str]) -> None:
     first = next(iter(failures))
     rank = ranks[first]
     others = f"; ranks {sorted(set(failures) - {first})} failed after it" if len(failures) > 1 else ""
+    text = f"{failures[first].rstrip()}\n{rank.stderr_tail()}"
     raise ClusterError(
-        f"rank {first} of {len(ranks)} (node {rank.place.node}) failed{others}:\n{failures[first].rstrip()}\n{rank.stderr_tail()}",
-        ranks=sorted(failures),
+        f"rank {first} of {len(ranks)} (node {rank.place.node}) failed{others}:\n{text}", ranks=sorted(failures)
     )
 
 
@@ -173,7 +173,8 @@ def _raise_late(ranks: list[Rank], late: list[Rank], timeout: float) -> None:
     time.sleep(0.3)
     numbers = [rank.place.rank for rank in late]
     raise ClusterError(
-        f"ranks {numbers} of {len(ranks)} gave no answer in {timeout:g} s; rank {numbers[0]} stood at:\n{late[0].stderr_tail()}",
+        f"ranks {numbers} of {len(ranks)} gave no answer in {timeout:g} s; "
+        f"rank {numbers[0]} stood at:\n{late[0].stderr_tail()}",
         fix="raise the time-out if the work is just long",
         ranks=numbers,
     )

@@ -2,7 +2,7 @@
 
 Ranks of an emulated cluster share a few cores, so real matrix products would measure those cores. A modelled layer
 sleeps for the time that the modelled device would need; its parameters and gradients are real, so is what they cost to
-exchange. Its function is y = x + mean(weight): a step's gradients can be checked against one process.
+exchange. Its function is simple but not trivial, so a step's gradients can be checked.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 __all__ = ["ModelledLayer"]
@@ -21,22 +22,29 @@ class _Modelled(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, forward_s: float, backward_s: float
     ) -> Tensor:
         time.sleep(forward_s)
-        ctx.weight_shape, ctx.backward_s = weight.shape, backward_s  # type: ignore[attr-defined]
-        return x + weight.mean() if weight.numel() else x.clone()
+        ctx.numel, ctx.backward_s = weight.numel(), backward_s  # type: ignore[attr-defined]
+        if not weight.numel():
+            return x.clone()
+        width = x.shape[-1]
+        rows = -(-weight.numel() // width)
+        return x + F.pad(weight, (0, rows * width - weight.numel())).view(rows, width).mean(0)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         time.sleep(ctx.backward_s)  # type: ignore[attr-defined]
-        shape: torch.Size = ctx.weight_shape  # type: ignore[attr-defined]
-        if not ctx.needs_input_grad[1] or not shape.numel():  # type: ignore[attr-defined]
+        numel: int = ctx.numel  # type: ignore[attr-defined]
+        if not ctx.needs_input_grad[1] or not numel:  # type: ignore[attr-defined]
             return grad, None, None, None
-        return grad, torch.full(shape, grad.sum().item() / shape.numel(), dtype=grad.dtype), None, None
+        width = grad.shape[-1]
+        rows = -(-numel // width)
+        return grad, (grad.reshape(-1, width).sum(0) / rows).repeat(rows)[:numel], None, None
 
 
 class ModelledLayer(nn.Module):
-    """y = x + mean(weight), taking the given seconds for each row of x.
+    """y = x + the mean of the rows of `weight`, taking the given seconds for each row of x.
 
-    num_parameters: size of `weight`; 0 for a layer that only takes time.
+    num_parameters: size of `weight`, cut into rows as wide as x, the last one filled with zeros; 0 for a layer that
+    only takes time.
     forward_s, backward_s: seconds a row (dim 0) in forward and in backward.
     Shapes: x (rows, anything) -> the same.
     """

@@ -58,7 +58,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 class Namespace:
-    """One network namespace, held by a descriptor of this process. Raises OSError where the process may not make one."""
+    """One network namespace, held by a descriptor of this process. OSError where the process may not make one."""
 
     def __init__(self) -> None:
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)

@@ -49,7 +49,7 @@ class Place:
 
 @dataclass(slots=True)
 class Rank:
-    """The owner's end of a rank: its process, the pipe that its result comes through, the file that takes its stderr."""
+    """The owner's end of a rank: its process, the pipe of its result, the file that takes its stderr."""
 
     place: Place
     pid: int
@@ -94,7 +94,7 @@ def _be_rank(place: Place, namespace: Namespace, write_fd: int, stderr_fd: int, 
         os.environ.update(place.environment())
         torch.set_num_threads(1)
         answer = pickle.dumps((None, work()))
-    except BaseException as error:  # noqa: BLE001 (whatever ended the work is what the owner must hear)
+    except BaseException as error:
         answer = pickle.dumps((f"{type(error).__name__}: {error}\n{traceback.format_exc()}", None))
     sys.stdout.flush()
     with open(write_fd, "wb") as pipe:

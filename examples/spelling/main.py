@@ -1,6 +1,6 @@
 """Trains the spelling corrector and times its step beside plain DistributedDataParallel.
 
-torchrun --nproc-per-node 4 -m examples.spelling.main [--classes N|all] [--steps N] [--batch N]
+torchrun --nproc-per-node 4 -m examples.spelling.main [--classes N|all] [--steps N] [--batch N] [--compare N]
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ TIMED_STEPS = 10
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", default="5000", help="words to tell apart, or `all` (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=600, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help="training steps (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="misspellings a rank and step (default: %(default)s)")
     parser.add_argument(
-        "--batch", type=int, default=256, help="misspellings a step, over all ranks (default: %(default)s)"
+        "--compare", type=int, default=50_000, help="words at which a step is also timed (default: %(default)s)"
     )
     return parser.parse_args()
 
 
 def loader(model: nn.Module, data: Misspellings, batch: int, *, shuffle: bool) -> DataLoader[tuple[Tensor, Tensor]]:
-    return DataLoader(data, batch_sampler=wh.batch_sampler(model, data, batch, shuffle=shuffle, seed=0))
+    batches = wh.batch_sampler(model, data, batch, shuffle=shuffle, seed=0)
+    return DataLoader(data, batch_sampler=batches, collate_fn=batches.collate_fn)
 
 
-def train(model: nn.Module, batches: DataLoader[tuple[Tensor, Tensor]], batch: int, console: Console) -> None:
+def train(model: nn.Module, batches: DataLoader[tuple[Tensor, Tensor]], console: Console) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    steps = len(batches)
+    steps, samples = len(batches), len(batches.dataset)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 2.02 - 2 * step / steps))
     columns = ("{task.description}", "step {task.completed}/{task.total}", "loss {task.fields[loss]:.3f}")
     columns += ("accuracy {task.fields[accuracy]:.0%}", "{task.fields[speed]:,.0f} words/s")
@@ -64,7 +66,7 @@ def train(model: nn.Module, batches: DataLoader[tuple[Tensor, Tensor]], batch: i
                 fields = {
                     "loss": float(wh.reduce(loss.detach(), "mean")),
                     "accuracy": float(wh.reduce(accuracy, "mean")),
-                    "speed": (step - shown) * batch / (time.perf_counter() - start),
+                    "speed": (step - shown) * samples / steps / (time.perf_counter() - start),
                 }
                 shown, start = step, time.perf_counter()
                 bar.update(task, completed=step, **fields)
@@ -109,10 +111,12 @@ def seconds(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def compare_with_ddp(model: nn.Module, num_classes: int, letters: Tensor, target: Tensor) -> tuple[float, float]:
-    """Median seconds of a step, here and with the whole classifier on every rank; the two take turns."""
-    plain = DistributedDataParallel(nn.Sequential(Features(), nn.Linear(128, num_classes)))
-    steps = step_of(model, letters, target), step_of(plain, letters, target)
+def compare_with_ddp(num_classes: int, letters: Tensor) -> tuple[float, float]:
+    """Median seconds of a step, split and with the whole classifier on every rank; the two take turns."""
+    split = wh.parallelize(SpellingCorrector(num_classes))
+    plain = DistributedDataParallel(nn.Sequential(Features(), nn.Linear(split.head.in_features, num_classes)))
+    target = torch.randint(num_classes, (len(letters),))
+    steps = step_of(split, letters, target), step_of(plain, letters, target)
     for step in steps:
         step()  # allocates the optimizer's state
     times = [[seconds(step) for step in steps] for _ in range(TIMED_STEPS)]
@@ -127,11 +131,11 @@ def main() -> None:
     model = wh.parallelize(SpellingCorrector(len(words)), seed=0)
     rank, world = wh.data_rank(model)
     console = Console(quiet=rank != 0)
-    console.print(f"{len(words):,} words to tell apart, {world} ranks, {args.batch} misspellings a step\n")
+    console.print(f"{len(words):,} words to tell apart, {world} ranks, {world * args.batch} misspellings a step\n")
     console.print(str(wh.plan(model)), markup=False, highlight=False)
 
-    data = Misspellings(words, args.steps * args.batch, seed=1)
-    train(model, loader(model, data, args.batch, shuffle=True), args.batch, console)
+    data = Misspellings(words, args.steps * args.batch * world, seed=1)
+    train(model, loader(model, data, args.batch, shuffle=True), console)
 
     held_out = Misspellings(words, 2000, seed=2, held_out=True)
     found = accuracy_on(model, loader(model, held_out, 250, shuffle=False))
@@ -139,18 +143,19 @@ def main() -> None:
         f"\nRight on {found:.1%} of {len(held_out):,} misspellings it never saw. Ten that people really write:"
     )
     table = Table("written", "corrected", "meant")
-    for (wrong, meant), answer in zip(
-        SEEN_IN_THE_WILD.items(), correct(model, words, list(SEEN_IN_THE_WILD)), strict=True
-    ):
+    answers = correct(model, words, list(SEEN_IN_THE_WILD))
+    for (wrong, meant), answer in zip(SEEN_IN_THE_WILD.items(), answers, strict=True):
         table.add_row(wrong, answer if answer == meant else f"[red]{answer}[/red]", meant)
     console.print(table)
 
-    letters, target = next(iter(loader(model, data, args.batch, shuffle=False)))
-    ours, ddp = compare_with_ddp(model, len(words), letters, target)
-    console.print(
-        f"\nA step: {1e3 * ours:.0f} ms, with DistributedDataParallel {1e3 * ddp:.0f} ms ({ddp / ours:.1f} times)."
-    )
-    dist.destroy_process_group()
+    if world > 1:
+        letters = torch.stack([data[index][0] for index in range(args.batch)])
+        table = Table("words", "split", "DistributedDataParallel", "", title="Time of a training step")
+        for size in sorted({len(words), max(len(words), args.compare)}):
+            ours, ddp = compare_with_ddp(size, letters)
+            table.add_row(f"{size:,}", f"{1e3 * ours:.0f} ms", f"{1e3 * ddp:.0f} ms", f"{ddp / ours:.1f} times")
+        console.print(table)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def _all_reduce(rank: int, numel: int) -> dict[str, object]:
         "environment": [os.environ[name] for name in names],
         "total": total.mean().item(),
         "sent": sent,
-        "namespace": os.stat("/proc/self/ns/net").st_ino,
+        "namespace": Path("/proc/self/ns/net").stat().st_ino,
         "threads": torch.get_num_threads(),
     }
 
@@ -198,4 +198,7 @@ def test_modelled_compute_takes_time_a_row_but_no_cpu() -> None:
     assert time.process_time() - cpu < 0.05
     assert x.grad is not None and layer.weight.grad is not None
     torch.testing.assert_close(x.grad, torch.ones(3, 2))
-    torch.testing.assert_close(layer.weight.grad, torch.full((5,), 6 / 5))
+    torch.testing.assert_close(layer.weight.grad, torch.full((5,), 3 / 3))  # 3 rows of x, weight in 3 rows of 2
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(5.0))
+    torch.testing.assert_close(layer(x), x + torch.tensor([6 / 3, 4 / 3]))

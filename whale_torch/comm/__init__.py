@@ -1,1 +1,5 @@
-"""Tensors and mesh axes: collectives, bridges between layouts, Columns, the gradient reducer. No module's meaning here."""
+"""Communication. Importing any module of it gives Columns all of its rules."""
+
+from whale_torch.comm import channels, columnwise, loss, ranking
+
+__all__ = ["channels", "columnwise", "loss", "ranking"]

@@ -9,15 +9,38 @@ Shapes: F rows of this rank's feed, N rows of all feeds of the region, C all col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
 from whale_torch.comm.collectives import all_gather_rows, all_reduce, all_to_all_rows, gather_equal, reduce_scatter_rows
 from whale_torch.comm.region import Region
+from whale_torch.errors import LossError
 
-__all__ = ["ColumnsToRows", "Enter", "Leave", "MeanSeed", "OwnRows", "RowsToColumns"]
+__all__ = ["ColumnsToRows", "Enter", "Leave", "MeanSeed", "OwnRows", "RowsToColumns", "first_order"]
+
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+
+
+def first_order(backward: Backward) -> Backward:
+    """Marks a backward whose collectives no second derivative passes.
+
+    Under create_graph it raises LossError. (torch's once_differentiable lets it pass silently where the gradient that
+    flows in is a constant, as it is at a loss.)
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise LossError(
+                "a second derivative (create_graph=True) was asked for through a split or its loss.",
+                fix="take such derivatives of a model without wh.split, or leave create_graph out",
+            )
+        return backward(ctx, *grads)
+
+    return cast(Backward, checked)
 
 
 def gather_feeds(x: torch.Tensor, counts: Sequence[int], region: Region, name: str) -> torch.Tensor:
@@ -34,13 +57,25 @@ def sum_to_feed(x: torch.Tensor, counts: Sequence[int], region: Region, name: st
     return out
 
 
-def columns_to_rows(z: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region, name: str) -> torch.Tensor:
+def own_feed(x: torch.Tensor, counts: Sequence[int], region: Region) -> torch.Tensor:
+    """All rows -> rows of the own feed, a view."""
+    start = sum(counts[: region.rows.index])
+    return x[start : start + counts[region.rows.index]]
+
+
+def columns_to_rows(
+    z: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region, name: str
+) -> torch.Tensor:
     """[N, K] -> [F, C]."""
     mine = counts[region.rows.index]
     received = [widths[p] for p in region.row_positions]
     if region.rows.size > 1:
-        flat = all_to_all_rows(z.reshape(-1), [c * z.shape[1] for c in counts], [mine * w for w in received], region.rows, name=name)
-        blocks = [part.view(mine, w) for part, w in zip(flat.split([mine * w for w in received]), received, strict=True)]
+        flat = all_to_all_rows(
+            z.reshape(-1), [c * z.shape[1] for c in counts], [mine * w for w in received], region.rows, name=name
+        )
+        blocks = [
+            part.view(mine, w) for part, w in zip(flat.split([mine * w for w in received]), received, strict=True)
+        ]
     else:
         blocks = [z]
     if region.twins.size == 1:
@@ -54,7 +89,9 @@ def _gather_blocks(blocks: list[torch.Tensor], widths: Sequence[int], region: Re
     of_twin = [sum(widths[p] for p in region.positions_of_twin(i)) for i in range(region.twins.size)]
     sent = torch.cat([block.reshape(-1) for block in blocks])
     spread = sent.unsqueeze(0).expand(region.twins.size, -1).reshape(-1)
-    flat = all_to_all_rows(spread, [sent.numel()] * region.twins.size, [mine * w for w in of_twin], region.twins, name=name)
+    flat = all_to_all_rows(
+        spread, [sent.numel()] * region.twins.size, [mine * w for w in of_twin], region.twins, name=name
+    )
     parts: dict[int, torch.Tensor] = {}
     for i, part in enumerate(flat.split([mine * w for w in of_twin])):
         positions = region.positions_of_twin(i)
@@ -63,15 +100,19 @@ def _gather_blocks(blocks: list[torch.Tensor], widths: Sequence[int], region: Re
     return [parts[p] for p in range(region.columns.size)]
 
 
-def rows_to_columns(x: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region, name: str) -> torch.Tensor:
+def rows_to_columns(
+    x: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region, name: str
+) -> torch.Tensor:
     """[F, C] -> [N, K]."""
     blocks = x.split(list(widths), 1)
     if region.rows.size == 1:
-        return blocks[region.columns.index]
+        return blocks[region.columns.index]  # type: ignore[no-any-return]
     mine, width = x.shape[0], widths[region.columns.index]
     sent = torch.cat([blocks[p].reshape(-1) for p in region.row_positions])
-    out = all_to_all_rows(sent, [mine * widths[p] for p in region.row_positions], [c * width for c in counts], region.rows, name=name)
-    return out.view(-1, width)
+    out = all_to_all_rows(
+        sent, [mine * widths[p] for p in region.row_positions], [c * width for c in counts], region.rows, name=name
+    )
+    return out.view(sum(counts), width)
 
 
 class Enter(torch.autograd.Function):
@@ -84,6 +125,7 @@ class Enter(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = sum_to_feed(grad, ctx.counts, ctx.region, "enter's backward")
         return (out * ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None
@@ -99,6 +141,7 @@ class Leave(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _scaled_gather(grad, ctx.counts, ctx.region, "leave's backward"), None, None
 
@@ -109,9 +152,10 @@ class OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, counts: Sequence[int], region: Region) -> torch.Tensor:
         ctx.counts, ctx.region = counts, region
-        return x.split(list(counts))[region.rows.index].clone()
+        return own_feed(x, counts, region).clone()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _scaled_gather(grad, ctx.counts, ctx.region, "own rows' backward"), None, None
 
@@ -126,12 +170,15 @@ class ColumnsToRows(torch.autograd.Function):
     """All rows, my columns -> rows of the feed, all columns: [N, K] -> [F, C]."""
 
     @staticmethod
-    def forward(ctx: Any, z: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region) -> torch.Tensor:
+    def forward(
+        ctx: Any, z: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region
+    ) -> torch.Tensor:
         ctx.counts, ctx.widths, ctx.region = counts, widths, region
         out = columns_to_rows(z, counts, widths, region, "columns to rows")
         return out.view_as(out) if out is z else out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = rows_to_columns(grad, ctx.counts, ctx.widths, ctx.region, "columns to rows' backward")
         return (out / ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None, None
@@ -141,12 +188,15 @@ class RowsToColumns(torch.autograd.Function):
     """Rows of the feed, all columns -> all rows, my columns: [F, C] -> [N, K]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, counts: Sequence[int], widths: Sequence[int], region: Region
+    ) -> torch.Tensor:
         ctx.counts, ctx.widths, ctx.region = counts, widths, region
         out = rows_to_columns(x, counts, widths, region, "rows to columns")
         return out.contiguous() if region.rows.size == 1 else out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = columns_to_rows(grad.contiguous(), ctx.counts, ctx.widths, ctx.region, "rows to columns' backward")
         return (out * ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None, None
@@ -161,12 +211,10 @@ class MeanSeed(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return mean_seed(grad, ctx.region), None
-
-
-def mean_seed(grad: torch.Tensor, region: Region) -> torch.Tensor:
-    """Mean of a scalar gradient over the region's ranks."""
-    if region.columns.size == 1:
-        return grad
-    return gather_equal(grad.reshape(1), region.columns, name="loss seed").mean()
+        region = ctx.region
+        if region.columns.size == 1:
+            return grad, None
+        seeds = gather_equal(grad.reshape(1), region.columns, name="seed of a loss")
+        return seeds.mean().reshape(grad.shape), None

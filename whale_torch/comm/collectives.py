@@ -13,7 +13,18 @@ import torch.distributed as dist
 from whale_torch.comm.failure import explain
 from whale_torch.mesh import Group
 
-__all__ = ["all_gather_rows", "all_reduce", "all_reduce_async", "all_to_all_rows", "broadcast", "broadcast_copy", "gather_equal", "reduce_scatter_equal", "reduce_scatter_rows", "spread_async"]
+__all__ = [
+    "all_gather_rows",
+    "all_reduce",
+    "all_reduce_async",
+    "all_to_all_rows",
+    "broadcast",
+    "broadcast_copy",
+    "gather_equal",
+    "reduce_scatter_equal",
+    "reduce_scatter_rows",
+    "spread_async",
+]
 
 # renamed in torch 2.13; the old names warn there and the new ones are absent before
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,10 +39,12 @@ def _run(group: Group, operation: str, call: Callable[[], object]) -> None:
         raise explain(group, operation, error) from error
 
 
-def all_reduce(x: torch.Tensor, group: Group, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, name: str = "all-reduce") -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, group: Group, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, name: str = "all-reduce"
+) -> torch.Tensor:
     """Reduces x in place over the group and returns it."""
     if group.size > 1:
-        group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size)
+        group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size, name)
         _run(group, name, lambda: dist.all_reduce(x, op=op, group=group.process_group))
     return x
 
@@ -40,7 +53,7 @@ def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce")
     """Starts a sum of x in place; the returned function waits for it."""
     if group.size == 1:
         return lambda: None
-    group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size)
+    group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size, name)
     work = dist.all_reduce(x, group=group.process_group, async_op=True)
     return lambda: _run(group, name, work.wait)
 
@@ -48,7 +61,7 @@ def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce")
 def broadcast(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
     """Overwrites x with that of the group's first rank."""
     if group.size > 1:
-        group.count(x.numel() * x.element_size())
+        group.count(x.numel() * x.element_size(), name)
         _run(group, name, lambda: dist.broadcast(x, group.ranks[0], group=group.process_group))
     return x
 
@@ -67,7 +80,7 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
         return x.unsqueeze(0)
     x = x.contiguous()
     out = x.new_empty(group.size, *x.shape)
-    group.count(x.numel() * x.element_size() * (group.size - 1))
+    group.count(x.numel() * x.element_size() * (group.size - 1), name)
     if x.numel() * x.element_size() * group.size <= _SMALL_BYTES and x.device.type == "cpu":
         spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
         _run(group, name, lambda: dist.all_to_all_single(out.view(group.size, -1), spread, group=group.process_group))
@@ -80,11 +93,11 @@ def spread_async(
     numbers: tuple[int, ...], group: Group, *, name: str = "all-gather"
 ) -> tuple[torch.Tensor, Callable[[], None]]:
     """Starts to gather a few whole numbers of every rank, [group.size, len(numbers)]; the second value waits for it."""
-    sent = torch.tensor([numbers] * group.size)
+    sent = torch.tensor([numbers] * group.size, device="cpu")
     if group.size == 1:
         return sent, lambda: None
     out = torch.empty_like(sent)
-    group.count(8 * len(numbers) * (group.size - 1))
+    group.count(8 * len(numbers) * (group.size - 1), name)
     work = dist.all_to_all_single(out, sent, group=group.process_group, async_op=True)
     return out, lambda: _run(group, name, work.wait)
 
@@ -100,19 +113,23 @@ def all_gather_rows(x: torch.Tensor, counts: Sequence[int], group: Group, *, nam
     return all_to_all_rows(spread, [x.shape[0]] * group.size, list(counts), group, name=name)
 
 
-def all_to_all_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group, *, name: str = "all-to-all") -> torch.Tensor:
+def all_to_all_rows(
+    x: torch.Tensor, sent: list[int], received: list[int], group: Group, *, name: str = "all-to-all"
+) -> torch.Tensor:
     """Sends sent[i] rows to the i-th rank and receives received[i] from it: [sum(sent), ...] -> [sum(received), ...]."""
     if group.size == 1:
         return x
     x = x.contiguous()
     out = x.new_empty(sum(received), *x.shape[1:])
     row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else 0)
-    group.count((sum(sent) - sent[group.index]) * row_bytes)
+    group.count((sum(sent) - sent[group.index]) * row_bytes, name)
     _run(group, name, lambda: dist.all_to_all_single(out, x, received, sent, group=group.process_group))
     return out
 
 
-def reduce_scatter_rows(x: torch.Tensor, counts: Sequence[int], group: Group, *, name: str = "reduce-scatter") -> torch.Tensor:
+def reduce_scatter_rows(
+    x: torch.Tensor, counts: Sequence[int], group: Group, *, name: str = "reduce-scatter"
+) -> torch.Tensor:
     """[sum(counts), ...] of every rank -> the sum of this rank's rows, added in rank order on every rank."""
     if group.size == 1:
         return x
@@ -126,6 +143,6 @@ def reduce_scatter_equal(x: torch.Tensor, group: Group, *, name: str = "reduce-s
     if group.size == 1:
         return x
     out = x.new_empty(x.numel() // group.size)
-    group.count(x.numel() * x.element_size() * (group.size - 1) / group.size)
+    group.count(x.numel() * x.element_size() * (group.size - 1) / group.size, name)
     _run(group, name, lambda: _reduce_scatter(out, x, group=group.process_group))
     return out

@@ -1,16 +1,16 @@
 """Columns: a split's output. A thin tensor subclass over the plain local shard that carries its layout.
 
-It looks like the rows of this rank's feed with all columns. Element-wise operations, views and dropout keep it,
-cross entropy, argmax and top-k work across ranks (comm/loss.py, comm/ranking.py), a split layer that follows consumes
-it, and anything else gathers the feed's rows once and runs on a plain tensor.
+It looks like the rows of this rank's feed with all columns. Element-wise operations, views and dropout keep it
+(comm/columnwise.py), cross entropy, argmax and top-k work across ranks (comm/loss.py, comm/ranking.py), a split layer
+that follows consumes it, and anything else gathers the feed's rows once and runs on a plain tensor.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +21,19 @@ from whale_torch.comm.bridge import ColumnsToRows
 from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.region import Region
 from whale_torch.errors import LayoutError
+from whale_torch.ops.precision import autocast_dtype
 
-__all__ = ["Columns", "ColumnsPlace", "Deferred", "Hold", "dropout", "plain", "register_function"]
+__all__ = [
+    "Columns",
+    "ColumnsPlace",
+    "Deferred",
+    "Hold",
+    "dropout",
+    "plain",
+    "register_function",
+    "registered_function",
+    "user_site",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,7 @@ class ColumnsPlace:
     lead: shape of the feed's rows before the column dimension. widths: columns of each rank of the region.
     tail: shape behind the column dimension (a convolution's height and width). counts: flattened rows of each feed.
     call: the forward that gave it to the user; None inside the model.
+    applied: operations with numbers on this rank's shard, which must have been the same on every rank.
     """
 
     region: Region
@@ -40,6 +52,7 @@ class ColumnsPlace:
     lead: tuple[int, ...]
     tail: tuple[int, ...] = ()
     call: Call | None = None
+    applied: tuple[str, ...] = ()
 
     @property
     def shape(self) -> torch.Size:
@@ -50,9 +63,20 @@ class ColumnsPlace:
         """Number of this rank's first column."""
         return sum(self.widths[: self.region.columns.index])
 
+    @property
+    def mine(self) -> int:
+        """Flattened rows of the own feed."""
+        return self.counts[self.region.rows.index]
+
     def same(self, other: ColumnsPlace) -> bool:
-        mine = (self.region, self.counts, self.widths, self.lead, self.tail)
-        return mine == (other.region, other.counts, other.widths, other.lead, other.tail)
+        """Whether the shards of two Columns lie alike, so that two-operand operations need no communication."""
+        mine = (self.counts, self.widths, self.lead, self.tail)
+        alike = mine == (other.counts, other.widths, other.lead, other.tail)
+        return alike and self.region is other.region and self.call is other.call
+
+    def agree(self, operation: str, detail: str = "") -> None:
+        """Raises on every rank of the region where ranks are in different operations, or came by different numbers."""
+        self.region.agree(operation, self.mine, " ".join(filter(None, (*self.applied, detail))))
 
 
 class _Memory:
@@ -85,6 +109,9 @@ class Deferred:
     __slots__ = ("_out", "inputs")
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None):
+        dtype = autocast_dtype(x.device)
+        if dtype is not None:  # what F.linear would do here, wherever it runs later
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         self.inputs = (x, weight, bias)
         self._out: Tensor | None = None
 
@@ -92,9 +119,16 @@ class Deferred:
     def made(self) -> bool:
         return self._out is not None
 
+    @property
+    def requires_grad(self) -> bool:
+        return any(x is not None and x.requires_grad for x in self.inputs)
+
     def make(self) -> Tensor:
+        """The layer's output, with its graph also where a metric under no_grad asks first."""
         if self._out is None:
-            self._out = F.linear(*self.inputs)
+            x, weight, bias = self.inputs
+            with torch.autocast(x.device.type, enabled=False), torch.set_grad_enabled(self.requires_grad):
+                self._out = F.linear(x, weight, bias)
         return self._out
 
 
@@ -107,14 +141,14 @@ class Columns(Tensor):
 
     place: ColumnsPlace
     hold: Hold
-    _rows: Tensor | None
     deferred: Deferred | None
+    _rows: tuple[Tensor, int, int] | None
 
     @staticmethod
     def of(local: Tensor, place: ColumnsPlace, hold: Hold | None = None) -> Columns:
         """Columns over a local shard of shape [sum(place.counts), own width, *place.tail]."""
         out = local.as_subclass(Columns)
-        out.place, out.hold, out._rows, out.deferred = place, hold or Hold(), None, None
+        out.place, out.hold, out.deferred, out._rows = place, hold or Hold(), None, None
         return out
 
     @staticmethod
@@ -133,55 +167,73 @@ class Columns(Tensor):
 
     def rows(self) -> Tensor:
         """This rank's rows with all columns, as a plain tensor: a collective over the split's ranks, done once."""
-        if self._rows is None:
-            self._rows = self._gather("rows")
-        return self._rows
-
-    def _gather(self, operation: str) -> Tensor:
-        place, region = self.place, self.place.region
-        counts = region.agree(operation, place.counts[region.rows.index])
-        local = self.local
-        tail = local[0:1, 0:1].numel() if local.numel() else int(torch.Size(place.tail).numel())
-        widths = [width * tail for width in place.widths]
-        flat = ColumnsToRows.apply(local.reshape(local.shape[0], -1), counts, widths, region)
-        if place.call is not None:
-            flat = deliver(flat, place.call)
-        return flat.reshape(place.shape)
+        known = self._known_rows()
+        return self._gather("rows") if known is None else known
 
     def implicit_rows(self, operation: str) -> Tensor:
         """rows() on behalf of an operation that has no rule: counted, and refused under wh.split(gather="error")."""
-        if self._rows is None:
-            site = _user_site()
-            region = self.place.region
-            if region.strict:
-                raise LayoutError(
-                    f"{operation} would gather {tuple(self.shape)} of {region.label}, and wh.split(gather=\"error\") forbids it.",
-                    where=site,
-                    fix="use z.rows() where the gather is meant, or an operation that works on Columns (element-wise, cross_entropy, argmax, topk)",
-                )
-            here = self.place.counts[region.rows.index] * sum(self.place.widths) * self.element_size()
-            region.note_gather(operation, site, here * int(torch.Size(self.place.tail).numel()))
-            self._rows = self._gather(operation)
-        return self._rows
+        known = self._known_rows()
+        if known is not None:
+            return known
+        site, place = user_site(), self.place
+        if place.region.strict:
+            raise LayoutError(
+                f"{operation} would gather {tuple(place.shape)} of {place.region.label}, and "
+                'wh.split(gather="error") forbids it.',
+                where=site,
+                fix="use z.rows() where the gather is meant, or an operation that works on Columns (element-wise, "
+                "cross_entropy, argmax, topk)",
+            )
+        place.region.note_gather(operation, site, place.shape.numel() * self.element_size())
+        return self._gather(operation)
 
-    def __repr__(self, **_: Any) -> str:
+    def _known_rows(self) -> Tensor | None:
+        """What an earlier gather gave, if neither it nor the shard was written to since."""
+        if self._rows is None:
+            return None
+        rows, *versions = self._rows
+        if versions != [rows._version, plain(self)._version]:
+            return None
+        return rows if torch.is_grad_enabled() else rows.detach()
+
+    def _gather(self, operation: str) -> Tensor:
+        place, local = self.place, self.local
+        place.agree(operation, f"{local.dtype}")
+        tail = torch.Size(place.tail).numel()
+        # with its graph also where a metric under no_grad asks first: a loss may read the same rows later
+        with torch.set_grad_enabled(local.requires_grad):
+            widths = [width * tail for width in place.widths]
+            flat = ColumnsToRows.apply(local.flatten(1), place.counts, widths, place.region)  # type: ignore[no-untyped-call]
+            if place.call is not None:
+                flat = deliver(flat, place.call)
+            rows: Tensor = flat.reshape(place.shape)
+        if not (rows.is_inference() or local.is_inference()):  # those do not count their versions
+            self._rows = (rows, rows._version, local._version)
+        return rows if torch.is_grad_enabled() else rows.detach()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         place = self.place
         here = place.widths[place.region.columns.index]
-        return f"Columns(shape={tuple(place.shape)}, here {here} of {sum(place.widths)} columns from {place.first}, {place.region.label})"
+        return (
+            f"Columns(shape={tuple(place.shape)}, here {here} of {sum(place.widths)} columns from {place.first}, "
+            f"{place.region.label})"
+        )
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
         if rule is not None:
             out = rule(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        name = getattr(func, "__name__", str(func))
-        if _writes(name, kwargs):
+        name = _name_of(func)
+        for written in _written(func, args, kwargs):
             raise LayoutError(
-                f"{name} would write into a split's output {next(_columns_in((*args, *kwargs.values())))!r}.",
-                where=_user_site(),
+                f"{name} would write into a split's output {written!r}.",
+                where=user_site(),
                 fix="use the form that returns a new tensor, or z = z.rows() first",
             )
         return func(*_gathered(args, name), **_gathered(kwargs, name))
@@ -205,34 +257,42 @@ def _gathered(value: Any, name: str) -> Any:
     return value
 
 
-def _columns_in(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, Columns):
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _columns_in(value)
+def _columns_in(value: Any) -> Iterator[Columns]:
+    if isinstance(value, Columns):
+        yield value
+    elif type(value) in (list, tuple):
+        for item in value:
+            yield from _columns_in(item)
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or (name.startswith("__i") and name[3:-2] in _IN_PLACE) or isinstance(kwargs.get("out"), Columns)
+_ASSIGNMENTS = {f"__i{name}__" for name in "add sub mul truediv floordiv pow mod and or xor lshift rshift".split()}
+_ASSIGNMENTS |= {"__setitem__", "__set__", "__delete__"}
 
 
-_IN_PLACE = {"add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor"}
+def _name_of(func: Any) -> str:
+    """What messages call a torch function; a property's getter and setter go by the property's name."""
+    name: str = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
 
 
-def _user_site() -> str:
-    """file:line of the nearest caller outside torch and this package."""
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Columns]:
+    """The Columns that an operation would write to: its first argument in in-place forms, and `out`."""
+    name = getattr(func, "__name__", "")
+    yield from _columns_in(kwargs.get("out"))
+    if name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__")):
+        yield from _columns_in(args[0] if args else next(iter(kwargs.values()), None))
+
+
+def user_site() -> str:
+    """file:line of the nearest caller outside torch, this package and einops."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "whale_torch.", "einops")) and module not in ("torch", "whale_torch"):
+        root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if root not in ("torch", "whale_torch", "einops"):
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-
-# --- rules: function -> (func, args, kwargs) -> result, or NotImplemented to gather
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _RULES: dict[Any, Rule] = {}
@@ -249,88 +309,12 @@ def register_function(*functions: Any) -> Callable[[Rule], Rule]:
     return register
 
 
-def _no_other_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return not any(isinstance(a, Tensor) for a in args[1:]) and not any(isinstance(v, Tensor) for v in kwargs.values())
+def registered_function(function: Any) -> Rule:
+    """The rule of a torch function, one that gathers where it has none."""
+    return _RULES.get(function) or (lambda func, args, kwargs: NotImplemented)
 
 
-@register_function(
-    *(F.relu, F.relu6, F.gelu, F.silu, F.tanh, F.sigmoid, F.leaky_relu, F.elu, F.celu, F.selu, F.softplus, F.mish, F.hardtanh),
-    *(F.hardswish, F.hardsigmoid, F.softsign, F.logsigmoid, torch.relu, torch.tanh, torch.sigmoid, torch.exp, torch.sqrt, torch.square),
-    *(torch.abs, torch.neg, torch.clamp, torch.erf, torch.rsqrt, torch.nan_to_num, torch.sin, torch.cos, torch.log),
-    *(Tensor.relu, Tensor.tanh, Tensor.sigmoid, Tensor.exp, Tensor.sqrt, Tensor.square, Tensor.abs, Tensor.neg, Tensor.__neg__, Tensor.clamp),
-    *(Tensor.erf, Tensor.rsqrt, Tensor.nan_to_num, Tensor.log, Tensor.sin, Tensor.cos),
-)
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    z = args[0] if args else None
-    if not isinstance(z, Columns) or not _no_other_tensor(args, kwargs) or kwargs.get("inplace"):
-        return _in_place_activation(func, args, kwargs)
-    return Columns.of(func(z.local, *args[1:], **kwargs), z.place)
-
-
-def _in_place_activation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    z = args[0] if args else None
-    if not isinstance(z, Columns) or not _no_other_tensor(args, kwargs):
-        return NotImplemented
-    z._rows = None
-    return Columns.of(func(z.local, *args[1:], **kwargs), z.place, z.hold)
-
-
-@register_function(Tensor.to, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.type, Tensor.clone, Tensor.contiguous, Tensor.detach)
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    z = args[0]
-    if not isinstance(z, Columns) or not _no_other_tensor(args, kwargs):
-        return NotImplemented
-    local = plain(z)
-    out = func(local, *args[1:], **kwargs)
-    same_memory = out.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return Columns.of(out, z.place, z.hold if same_memory else Hold(shared=False))
-
-
-@register_function(
-    *(Tensor.add, torch.add, Tensor.mul, torch.mul, Tensor.sub, torch.sub, Tensor.div, torch.div, torch.true_divide, Tensor.pow, torch.pow),
-    *(Tensor.__add__, Tensor.__radd__, Tensor.__mul__, Tensor.__rmul__, Tensor.__sub__, Tensor.__rsub__, Tensor.__truediv__, Tensor.__pow__),
-    *(Tensor.__rtruediv__, torch.maximum, torch.minimum),
-)
-def _binary(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) != 2 or kwargs:
-        return NotImplemented
-    a, b = args
-    if isinstance(a, Columns) and isinstance(b, Columns):
-        return Columns.of(func(a.local, b.local), a.place) if a.place.same(b.place) else NotImplemented
-    z, other = (a, b) if isinstance(a, Columns) else (b, a)
-    if isinstance(other, Tensor) and (other.dim() > 0 or other.requires_grad):
-        return NotImplemented
-    return Columns.of(func(*(x.local if isinstance(x, Columns) else x for x in args)), z.place)
-
-
-@register_function(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)
-def _reshape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    z = args[0]
-    if not isinstance(z, Columns) or z.place.tail or (func in (Tensor.view,) and isinstance(args[1], torch.dtype)):
-        return NotImplemented
-    # the last dimension must stay: a stand-in of the logical shape without memory tells what torch makes of the arguments
-    shape = func(torch.empty(z.place.shape, device="meta"), *args[1:], **kwargs).shape
-    kept = len(shape) >= 1 and shape[-1] == z.place.shape[-1] and shape[:-1].numel() == torch.Size(z.place.lead).numel()
-    if not kept:
-        return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass():
-        out = Columns.of(z.as_subclass(Tensor), replace(z.place, lead=tuple(shape[:-1])), z.hold)
-    out.deferred = z.deferred
-    return out
-
-
-@register_function(F.dropout, torch.dropout, F.alpha_dropout)
-def _dropout(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    z = args[0] if args else None
-    if not isinstance(z, Columns) or func is F.alpha_dropout:
-        return NotImplemented
-    names = ("p", "training") if func is F.dropout else ("p", "train")
-    given = dict(zip(names, args[1:3], strict=False)) | kwargs
-    p, training = float(given.get("p", 0.5)), bool(given.get("training", given.get("train", True)))
-    return Columns.of(dropout(z.local, p, training, z.place.region), z.place)
-
-
-def dropout(x: Tensor, p: float, training: bool, region: Region) -> Tensor:
+def dropout(x: Tensor, p: float, training: bool, region: Region, *, inplace: bool = False) -> Tensor:
     """Dropout on memory that differs between the ranks of a region: masks differ too, and a recomputation replays them.
 
     The seed comes from the global stream, which the region's ranks share only where they are fed the same rows; the
@@ -342,57 +326,6 @@ def dropout(x: Tensor, p: float, training: bool, region: Region) -> Tensor:
     generator = torch.Generator(x.device)
     generator.manual_seed(seed)
     keep = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
-    return x * (keep.div_(1 - p) if p < 1.0 else keep)
-
-
-@register_function(Tensor.shape.__get__)
-def _shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].place.shape
-
-
-@register_function(Tensor.size)
-def _size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return args[0].place.shape if dim is None else args[0].place.shape[dim]
-
-
-@register_function(Tensor.dim, Tensor.ndim.__get__, Tensor.ndimension)
-def _dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return len(args[0].place.shape)
-
-
-@register_function(Tensor.numel, Tensor.nelement, torch.numel)
-def _numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].place.shape.numel()
-
-
-@register_function(Tensor.__len__)
-def _len(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0].place.shape[0]
-
-
-@register_function(
-    *(Tensor.dtype.__get__, Tensor.device.__get__, Tensor.is_leaf.__get__, Tensor.layout.__get__, Tensor.grad_fn.__get__),
-    *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.element_size),
-    *(Tensor._version.__get__, Tensor._backward_hooks.__get__, Tensor.is_sparse.__get__, Tensor.is_cuda.__get__),
-    *(Tensor.is_cpu.__get__, Tensor.is_meta.__get__, Tensor.is_quantized.__get__, Tensor.is_nested.__get__, Tensor.get_device),
-)
-def _metadata(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-@register_function(Tensor.requires_grad.__get__)
-def _requires_grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0].deferred is not None:
-        return True
-    return _metadata(func, args, kwargs)
-
-
-@register_function(Tensor.register_hook, Tensor.retain_grad)
-def _refuse_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise LayoutError(
-        f"{func.__name__} on a split's output {args[0]!r}: its gradient is a shard of all rows, not the gradient of the own rows.",
-        where=_user_site(),
-        fix="rows = z.rows(); use rows in the loss and put the hook on rows",
-    )
+    if p < 1.0:
+        keep.div_(1 - p)
+    return x.mul_(keep) if inplace else x * keep

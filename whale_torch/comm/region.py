@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Region"]
 
 _COUNT_BITS = 40
-_names: dict[int, str] = {}
+_TEXT_BYTES = 96
+_HEADER_NUMBERS = 8
+_REMEMBERED = 3
 
 
 class Region:
@@ -26,84 +28,143 @@ class Region:
 
     columns: the S ranks that hold the S shards. rows: those of them with distinct feeds, at this rank's place.
     twins: those of them fed the same rows. copies: the ranks that hold the same shard.
+    headers: the ranks of `columns` again, on a channel of their own: what they agree on is never mixed up with data.
     label: how messages name it. strict: an implicit gather is an error.
     """
 
-    def __init__(self, label: str, columns: Group, rows: Group, twins: Group, copies: Group, *, strict: bool = False):
-        self.label, self.columns, self.rows, self.twins, self.copies, self.strict = label, columns, rows, twins, copies, strict
+    def __init__(
+        self,
+        label: str,
+        columns: Group,
+        rows: Group,
+        twins: Group,
+        copies: Group,
+        *,
+        headers: Group | None = None,
+        strict: bool = False,
+    ):
+        self.label, self.strict = label, strict
+        self.columns, self.rows, self.twins, self.copies = columns, rows, twins, copies
+        self.headers = headers or columns
         self.row_positions = tuple(columns.ranks.index(rank) for rank in rows.ranks)
         self.call: Call | None = None
         self.gathered: dict[tuple[str, str], list[float]] = {}
-        self._entered: tuple[Any, ...] | None = None
+        self._entered: dict[str, list[tuple[Any, ...]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         """A copied model has its own memory of what it gathered, on the same ranks."""
-        return Region(self.label, self.columns, self.rows, self.twins, self.copies, strict=self.strict)
+        groups = (self.columns, self.rows, self.twins, self.copies)
+        return Region(self.label, *groups, headers=self.headers, strict=self.strict)
 
     def positions_of_twin(self, index: int) -> tuple[int, ...]:
         """Places in `columns` of the ranks that the `index`-th twin exchanges rows with."""
         shift = index - self.twins.index
         return tuple(p + shift for p in self.row_positions)
 
-    def agree(self, operation: str, count: int) -> tuple[int, ...]:
-        """Row counts of the region's feeds; raises where ranks meet in different operations.
+    def agree(self, operation: str, count: int, detail: str = "", fix: str = "") -> tuple[int, ...]:
+        """Row counts of the region's feeds, once its ranks are known to be in one operation with equal `detail`.
 
-        An 8-byte header from each rank: count, number of the operation in this group, and its name's hash.
+        Raises, on every rank, before any other data moves: CommError naming both operations; LayoutError naming both
+        details, and `fix`.
+        """
+        if self.headers.size == 1:
+            return (count,)
+        table = self._exchange(operation, (count, zlib.crc32(detail.encode())))
+        if any(row[1] != table[0][1] for row in table):
+            self._different_details(operation, detail, fix)
+        return tuple(table[p][0] for p in self.row_positions)
+
+    def meet(self, operation: str, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The numbers of every feed of the region, up to 8 of them and the first below 2^40.
+
         Raises CommError naming both operations, on every rank, before any other data moves.
         """
-        group = self.columns
-        if group.size == 1:
-            return (count,)
+        if self.headers.size == 1:
+            return [numbers]
+        table = self._exchange(operation, numbers)
+        return [table[p] for p in self.row_positions]
+
+    def _exchange(self, operation: str, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Every rank's numbers: a header of one size, whatever the operation, that also tells which one it is."""
+        group = self.headers
         group.sequence += 1
-        code = zlib.crc32(operation.encode()) & 0x7FFF
-        _names[code] = operation
-        number = group.sequence & 0xFF
-        header = torch.tensor([(code << 8 | number) << _COUNT_BITS | count])
-        headers = gather_equal(header, group, name=operation).flatten().tolist()
-        tags = [header >> _COUNT_BITS for header in headers]
-        if any(tag != tags[0] for tag in tags):
-            self._disagree(tags)
-        counts = [header & ((1 << _COUNT_BITS) - 1) for header in headers]
-        return tuple(counts[p] for p in self.row_positions)
+        tag = (zlib.crc32(operation.encode()) & 0x7FFF) << 8 | group.sequence & 0xFF
+        rest = (0,) * (_HEADER_NUMBERS - len(numbers))
+        header = torch.tensor([tag << _COUNT_BITS | numbers[0], *numbers[1:], *rest], device="cpu")
+        table = gather_equal(header, group, name=operation).tolist()
+        if any(row[0] >> _COUNT_BITS != tag for row in table):
+            self._different_operations(operation)
+        return [(row[0] & ((1 << _COUNT_BITS) - 1), *row[1 : len(numbers)]) for row in table]
 
     def check_equal(self, value: tuple[int, ...], what: str, fix: str) -> None:
         """Compares a small tuple over the region's ranks. Raises LayoutError naming both values, on every rank."""
-        code = torch.tensor([zlib.crc32(repr(value).encode()), *value[:4], *([-1] * (4 - len(value[:4])))])
-        found = gather_equal(code, self.columns, name=what).tolist()
-        for rank, other in zip(self.columns.ranks, found, strict=True):
-            if other[0] != found[0][0]:
-                mine, theirs = ([n for n in row[1:] if n >= 0] for row in (found[0], other))
+        if self.headers.size == 1:
+            return
+        found = gather_equal(_to_bytes(str(list(value))), self.headers, name=what)
+        texts = [_to_text(row) for row in found]
+        for rank, text in zip(self.columns.ranks, texts, strict=True):
+            if text != texts[0]:
                 raise LayoutError(
-                    f"{self.label}: {what} is {mine} on rank {self.columns.ranks[0]} and {theirs} on rank {rank}.",
-                    fix=fix, ranks=(self.columns.ranks[0], rank),
-                )  # fmt: skip
+                    f"{self.label}: {what} is {texts[0]} on rank {self.columns.ranks[0]} and {text} on rank {rank}.",
+                    fix=fix,
+                    ranks=(self.columns.ranks[0], rank),
+                )
 
-    def _disagree(self, tags: list[int]) -> None:
-        at = {rank: f"'{_names.get(tag >> 8, 'an operation unknown here')}' (number {tag & 0xFF})" for rank, tag in zip(self.columns.ranks, tags, strict=True)}
-        text = ", ".join(f"rank {rank}: {place}" for rank, place in at.items())
+    def _texts(self, text: str) -> dict[int, str]:
+        """Every rank's text: called on all ranks of the region, once their headers differ."""
+        found = gather_equal(_to_bytes(text), self.headers, name="what the ranks disagree on")
+        return {rank: _to_text(row) for rank, row in zip(self.columns.ranks, found, strict=True)}
+
+    def _different_operations(self, operation: str) -> None:
+        texts = self._texts(f"'{operation}' (number {self.headers.sequence})")
+        told = ", ".join(f"rank {rank}: {text}" for rank, text in texts.items())
         raise CommError(
-            f"the ranks of {self.label} are in different operations: {text}.",
-            fix="run every operation on a split's output on all ranks of its group, or take z.rows() on every rank first",
+            f"the ranks of {self.label} are in different operations: {told}.",
+            fix="run every operation on a split's output on all ranks of its group; after rows = z.rows() on every "
+            "rank each has an ordinary tensor",
+            ranks=self.columns.ranks,
+        )
+
+    def _different_details(self, operation: str, detail: str, fix: str) -> None:
+        texts = self._texts(detail or "nothing")
+        told = ", ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+        raise LayoutError(
+            f"{operation}: the ranks of {self.label} come with different numbers: {told}.",
+            fix=fix
+            or "what happens to a split's output must be equal on all ranks of its group; where a number belongs to "
+            "the own rows, apply it to z.rows()",
             ranks=self.columns.ranks,
         )
 
     def remember(self, x: torch.Tensor, what: str, value: Any) -> None:
-        """Keeps the gathered form of x as long as x lives unchanged, so that a second reader finds it."""
-        self._entered = (weakref.ref(x), x._version, torch.is_grad_enabled(), what, value)
+        """Keeps one form of x as long as x lives unchanged, so that a second reader finds it: of few tensors a form."""
+        if x.is_inference():  # such a tensor does not tell when it is written to
+            return
+        alive = [entry for entry in self._entered.get(what, ()) if entry[0]() is not None and entry[0]() is not x]
+        self._entered[what] = [*alive[-_REMEMBERED + 1 :], (weakref.ref(x), x._version, torch.is_grad_enabled(), value)]
 
     def recall(self, x: torch.Tensor, what: str) -> Any:
         """What `remember` keeps for this very tensor, or None."""
-        entry = self._entered
-        if entry is None or entry[0]() is not x or entry[1:4] != (x._version, torch.is_grad_enabled(), what):
-            return None
-        return entry[4]
+        for entry in self._entered.get(what, ()):
+            if entry[0]() is x and entry[1:3] == (x._version, torch.is_grad_enabled()):
+                return entry[3]
+        return None
 
     def forget(self) -> None:
-        """Drops the gathered input; the model's exit calls it."""
-        self._entered = None
+        """Drops what it remembers; the model's exit calls it."""
+        self._entered.clear()
 
     def note_gather(self, operation: str, site: str, num_bytes: float) -> None:
         """Counts an implicit gather for the plan's report."""
         entry = self.gathered.setdefault((operation, site), [0, 0.0])
         entry[0] += 1
         entry[1] += num_bytes
+
+
+def _to_bytes(text: str) -> torch.Tensor:
+    """The end of a text, where the latest operation stands, in a fixed number of bytes."""
+    return torch.tensor(list(text.encode()[-_TEXT_BYTES:].ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
+
+
+def _to_text(row: torch.Tensor) -> str:
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from whale_torch.errors import CheckpointError
 from whale_torch.mesh import Group
 from whale_torch.planning.layout import Shard
 
-__all__ = ["ParameterPlace", "place_of", "set_place"]
+__all__ = ["ParameterPlace", "place_of", "refuse_to_write", "set_place"]
 
 _KEY = "_whale_place"
 
@@ -20,7 +22,8 @@ class ParameterPlace:
     """Where a parameter lies.
 
     name: its first name in the model. copies: ranks that hold the same values. shard, parts: how it is cut and the ranks
-    that hold the parts, None for a whole parameter. site: the scope that cut it.
+    that hold the parts, None for a whole parameter. site: the scope that cut it. world: all ranks of the model, None
+    where it is `copies`.
     """
 
     name: str
@@ -28,20 +31,48 @@ class ParameterPlace:
     shard: Shard | None = None
     parts: Group | None = None
     site: str | None = None
+    world: Group | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank holds a part only."""
+        return self.shard is not None and self.parts is not None and self.parts.size > 1
+
+    @property
+    def everyone(self) -> Group:
+        """All ranks of the model."""
+        return self.world or self.copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterPlace:
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Places name live process groups; a pickled parameter is an ordinary one."""
-        return _nothing, ()
+        """Places name live process groups: a pickled whole parameter is an ordinary one, also where this package is absent.
+
+        Raises CheckpointError for a cut one.
+        """
+        if self.is_cut:
+            raise refuse_to_write(self)
+        return OrderedDict, ()
 
 
-def _nothing() -> None:
-    return None
+def refuse_to_write(place: ParameterPlace) -> CheckpointError:
+    """The error of whoever writes a part as if it were the whole."""
+    assert place.shard is not None and place.parts is not None
+    index = place.parts.index
+    return CheckpointError(
+        f"'{place.name}' is cut over ranks {list(place.parts.ranks)}: this rank holds {place.shard.local_shape(index)} "
+        f"of {place.shard.shape}, so writing it would lose the rest.",
+        where=place.site,
+        fix="state = wh.full_state_dict(model) on every rank, then write that on one "
+        "(of an optimizer: each rank its own, with value.part())",
+    )
 
 
 def place_of(parameter: torch.Tensor) -> ParameterPlace | None:
     """The place of a parameter of a parallelized model, None for any other tensor."""
-    place: ParameterPlace | None = getattr(parameter, _KEY, None)
-    return place
+    place = getattr(parameter, _KEY, None)
+    return place if isinstance(place, ParameterPlace) else None
 
 
 def set_place(parameter: torch.Tensor, place: ParameterPlace) -> None:

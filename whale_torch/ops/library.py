@@ -44,8 +44,9 @@ def load(device: str, path: Path, present: bool = True) -> CompiledLibrary:
     try:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
-        warnings.warn(f"{path} does not load, so Python kernels run: {error}", RuntimeWarning, stacklevel=2)
-        return CompiledLibrary(device, path, str(error))
+        text = str(error.__cause__ or error)  # torch wraps the loader's own words
+        warnings.warn(f"{path} does not load, so Python kernels run: {text}", RuntimeWarning, stacklevel=2)
+        return CompiledLibrary(device, path, text)
     return CompiledLibrary(device, path, "")
 
 

@@ -89,5 +89,5 @@ def linear_softmax_grad(
             dx += torch.mm(logits, weight[begin:end], out=narrow)
         torch.mm(logits.t(), x, out=dweight[begin:end])
         if bias is not None:
-            dbias[begin:end] = logits.sum(0, dtype=wide)
+            torch.sum(logits, 0, out=dbias[begin:end])  # torch sums narrow floats in float32
     return dx.to(x.dtype), dweight, dbias

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from whale_torch.ops.precision import autocast_dtype
+
 __all__ = ["Delay", "delayed_linear"]
 
 
@@ -52,6 +54,23 @@ class _Linear(torch.autograd.Function):
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, grad.new_zeros(()), None
 
 
+class _Now(torch.autograd.Function):
+    """F.linear that keeps for backward what `_Linear` keeps: a recomputation outside the model's forward has no delay."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        bias_grad = grad.sum(0) if ctx.has_bias and wants_bias else None
+        return grad @ weight if wants_x else None, grad.t() @ x if wants_weight else None, bias_grad
+
+
 class Delay:
     """One forward's delayed gradient of one layer: made as the forward starts."""
 
@@ -66,7 +85,8 @@ class Delay:
 
 
 def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
-    """F.linear, delayed where a delay was made and nothing casts in between."""
-    if delay is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    """F.linear of x [N, D], delayed where a delay was made and nothing casts in between."""
+    if not torch.is_grad_enabled() or autocast_dtype(x.device):
         return F.linear(x, weight, bias)
-    return delay.linear(x, weight, bias)
+    out: Tensor = _Now.apply(x, weight, bias) if delay is None else delay.linear(x, weight, bias)
+    return out

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
 from whale_torch.strategies.runtime import KEY, Runtime, runtime_of
+from whale_torch.strategies.state_hooks import refuse_assign
 
 __all__ = ["make_root"]
 
@@ -25,23 +28,27 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
         """As whale_torch.no_sync(model)."""
         return runtime_of(self, "no_sync").no_sync()
 
-    def reduce_ex(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-        return _rebuild, (base,), {k: v for k, v in self.__dict__.items()}
+    def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+        return pickled_as(self, base, (KEY, "_region", "_cut", "_options", "_delay"))
+
+    @functools.wraps(base.load_state_dict)
+    def load_state_dict(
+        self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **options: Any
+    ) -> Any:
+        if assign and isinstance(self.__dict__.get(KEY), Runtime):
+            refuse_assign(next((name for name, _ in self.named_parameters()), "nothing"))
+        return base.load_state_dict(self, state_dict, strict=strict, assign=assign, **options)
 
     def get_name(self: nn.Module) -> str:
         return base._get_name(self) if base._get_name is not nn.Module._get_name else base.__name__
 
     body = {
-        "forward": forward, "no_sync": no_sync, "__reduce_ex__": reduce_ex, "_get_name": get_name,
+        "forward": forward, "no_sync": no_sync, "_get_name": get_name, "load_state_dict": load_state_dict,
+        "__reduce_ex__": reduce_ex, "__deepcopy__": deep_copied, "__copy__": shallow_copied,
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
-    return type(base.__name__, (base,), body)
-
-
-def _rebuild(base: type[nn.Module]) -> nn.Module:
-    swapped = _root_class(base)
-    model: nn.Module = swapped.__new__(swapped)
-    return model
+    root: type[nn.Module] = type(base.__name__, (base,), body)
+    return root
 
 
 def make_root(model: nn.Module, runtime: Runtime) -> None:

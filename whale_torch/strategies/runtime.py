@@ -23,9 +23,10 @@ from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.delayed import Delay
 from whale_torch.strategies.outputs import map_tensors
-from whale_torch.strategies.split_rules import ColumnLinear
+from whale_torch.strategies.split_linear import ColumnLinear
+from whale_torch.strategies.state_hooks import cut_places
 
-__all__ = ["CopiedRuntime", "Runtime", "runtime_of"]
+__all__ = ["CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
 
 KEY = "_whale_runtime"
 
@@ -38,15 +39,27 @@ class CopiedRuntime:
 
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if model.training and torch.is_grad_enabled():
-            raise LossError(
-                "this model is a copy of a parallelized one; its gradients would not be averaged over ranks.",
-                fix="evaluate it (model.eval(), torch.no_grad()), or copy the model before wh.parallelize and parallelize both",
-            )
-        return map_tensors(forward(model, *args, **kwargs), _whole)
+            raise _copy_trains()
+        trained = any(p.requires_grad for p in model.parameters())
+
+        def leave(x: Tensor) -> Tensor:
+            x = x.rows() if isinstance(x, Columns) else x
+            if trained and x.requires_grad:
+                x.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+            return x
+
+        return map_tensors(forward(model, *args, **kwargs), leave)
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.rows() if isinstance(x, Columns) else x
+def _refuse_gradient(grad: Tensor) -> Tensor:
+    raise _copy_trains()
+
+
+def _copy_trains() -> LossError:
+    return LossError(
+        "this model is a copy of a parallelized one; its gradients would not be averaged over ranks.",
+        fix="evaluate it (model.eval(), torch.no_grad()), or copy the model before wh.parallelize and parallelize both",
+    )
 
 
 class Runtime:
@@ -206,3 +219,8 @@ def runtime_of(model: nn.Module, what: str) -> Runtime:
             fix="model = wh.parallelize(model) first",
         )
     return runtime
+
+
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether a model, a member of it, or what it belongs to went through parallelize, or is a copy of such a one."""
+    return any(KEY in m.__dict__ or cut_places(m) for m in model.modules()) or any(place_of(p) for p in model.parameters())

@@ -11,9 +11,21 @@ from whale_torch.comm.registry import ParameterPlace, set_place
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.plan import Plan
-from whale_torch.strategies.split_rules import run_class
+from whale_torch.strategies import (
+    split_attention,
+    split_convolution,
+    split_embedding,
+    split_huggingface,
+    split_linear,
+    split_normalization,
+)
+from whale_torch.strategies.split_rules import SplitModule, run_class
+from whale_torch.strategies.split_transformer import switch_off_fast_paths
 
 __all__ = ["CutParameter", "apply_split", "cut_parameters"]
+
+# imported for what they register: the classes that run each rule
+RUNNERS = (split_attention, split_convolution, split_embedding, split_huggingface, split_linear, split_normalization)
 
 
 class CutParameter:
@@ -69,20 +81,20 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
         parameter = parameters[name]
         if tuple(parameter.shape) == cut.shard.shape and tuple(parameter.shape) != cut.shard.local_shape(cut.index):
             parameter.data = cut.shard.cut(parameter.data, cut.index)
-        set_place(parameter, ParameterPlace(name, cut.copies, cut.shard, cut.parts, cut.site))
+        set_place(parameter, ParameterPlace(name, cut.copies, cut.shard, cut.parts, cut.site, mesh.everyone()))
     graph_of = {name: graph for graph in plan.taskgraphs for name in graph.modules}
     regions: dict[int, Region] = {}
     for decided in plan.cuts:
         graph = graph_of[_root_of(decided.module, graph_of)]
         if graph.index not in regions:
             groups = groups_of(plan, mesh, graph.device)
+            headers = mesh.group(f"{graph.device} headers", plan.device(graph.device).columns, channel="headers")
             strict = graph.option("split", "gather") == "error"
-            regions[graph.index] = Region(f"{graph.label} at {graph.site}", *groups, strict=strict)
+            regions[graph.index] = Region(f"{graph.label} at {graph.site}", *groups, headers=headers, strict=strict)
         module = modules[decided.module]
-        swap = run_class(decided)
-        module.__class__ = swap
+        module.__class__ = run_class(decided, type(module))
         module.__dict__.update(_region=regions[graph.index], _cut=decided, _options=dict(graph.annotations[-1].options))
-        prepare = getattr(module, "_prepare", None)
-        if prepare is not None:
-            prepare()
+        assert isinstance(module, SplitModule)
+        module._prepare()
+    switch_off_fast_paths(model)
     return list(regions.values())

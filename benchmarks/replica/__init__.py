@@ -1,0 +1,1 @@
+"""Replica alone: its gradient reducer against DDP's."""

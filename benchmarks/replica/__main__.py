@@ -1,0 +1,5 @@
+"""`python -m benchmarks.replica`."""
+
+from benchmarks.replica.main import main
+
+raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""The ops on a GPU against the specification on CPU: the same checks as tests/ops."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from whale_torch import ops
+from whale_torch.ops import library, schemas
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).parents[1] / "ops"))
+from op_agreement import DTYPES, SIZES, check_amax, check_grad, check_pack, check_stats, check_unpack
+
+
+def test_the_cuda_kernels_answer() -> None:
+    built = library.compiled()["cuda"]
+    assert built.loaded, f"{built.reason}; WHALE_TORCH_CUDA=1 python setup.py build_ext --inplace says why"
+    assert {ops.backend()[name]["cuda"] for name in schemas.COMPILED_OPS} == {"CUDA"}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+@pytest.mark.parametrize("flat", DTYPES)
+@pytest.mark.parametrize("source", DTYPES)
+def test_buckets_agree(source: torch.dtype, flat: torch.dtype, scale: float) -> None:
+    for special in (False, True):
+        check_pack("cuda", source, flat, scale, special=special)
+        check_unpack("cuda", source, flat, scale, special=special)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_amax_agrees(dtype: torch.dtype) -> None:
+    check_amax("cuda", dtype)
+
+
+def test_more_tensors_than_a_launch_takes() -> None:
+    tensors = [torch.randn(1 + i * 37 % 20_000, device="cuda") for i in range(301)]
+    offsets = [sum(t.numel() for t in tensors[:i]) for i in range(len(tensors))]
+    flat = torch.empty(sum(t.numel() for t in tensors), device="cuda")
+    ops.bucket_pack(tensors, offsets, flat, 0.5)
+    assert torch.equal(flat, torch.cat(tensors) * 0.5)
+    assert ops.bucket_amax(tensors).item() == torch.cat(tensors).abs().max().item()
+
+
+@pytest.mark.parametrize("k", [*SIZES, 5000, 100_003])
+@pytest.mark.parametrize("n", [0, 1, 17])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_agrees(n: int, k: int, dtype: torch.dtype) -> None:
+    check_stats("cuda", n, k, dtype)
+    check_grad("cuda", n, k, dtype)
+    check_grad("cuda", n, k, dtype, inplace=True)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("smoothing", [False, True])
+@pytest.mark.parametrize("layout", ["dense", "wide rows", "transposed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_options_agree(dtype: torch.dtype, layout: str, smoothing: bool, weighted: bool) -> None:
+    for special in (False, True):
+        options = {"layout": layout, "smoothing": smoothing, "weighted": weighted, "special": special}
+        check_stats("cuda", 9, 2500, dtype, **options)
+        check_grad("cuda", 9, 2500, dtype, **options)
+        check_grad("cuda", 9, 2500, dtype, inplace=True, **options)
+
+
+def test_results_are_the_same_every_time() -> None:
+    logits, target = torch.randn(257, 30_001, device="cuda"), torch.randint(0, 30_001, (257,), device="cuda")
+    first = ops.softmax_stats(logits, target, 0, None, True)
+    assert all(torch.equal(ops.softmax_stats(logits, target, 0, None, True), first) for _ in range(5))
+
+
+def test_kernels_run_on_the_current_stream() -> None:
+    side = torch.cuda.Stream()
+    source = torch.ones(1 << 24, device="cuda")
+    flat = torch.empty(1 << 24, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        source.fill_(3.0)
+        ops.bucket_pack([source], [0], flat, 2.0)
+    torch.cuda.current_stream().wait_stream(side)
+    assert flat.unique().tolist() == [6.0]
+
+
+@pytest.mark.parametrize("name", schemas.OPS)
+def test_opcheck(name: str) -> None:
+    from test_registration import example_arguments
+
+    for arguments in example_arguments()[name]:
+        moved = [
+            [t.cuda() for t in a] if isinstance(a, list) and isinstance(a[0], torch.Tensor)
+            else a.cuda() if isinstance(a, torch.Tensor) else a
+            for a in arguments
+        ]  # fmt: skip
+        torch.library.opcheck(library.op(name), tuple(moved))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_cross_entropy_agrees(dtype: torch.dtype) -> None:
+    x = torch.randn(33, 64, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(1001, 64, device="cuda", dtype=dtype, requires_grad=True)
+    target = torch.randint(0, 1001, (33,), device="cuda")
+    loss = ops.linear_cross_entropy(x, weight, None, target, label_smoothing=0.1, chunk=300)
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    whole = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), target, label_smoothing=0.1)
+    expected = [whole.detach(), *torch.autograd.grad(whole, exact)]
+    for one, two in zip([loss.detach(), *torch.autograd.grad(loss, (x, weight))], expected, strict=True):
+        assert (one.double() - two).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 2e-3) * two.abs().max()

@@ -1,0 +1,108 @@
+"""Each op is a good citizen of torch: opcheck, torch.compile, and the compiled kernel is the one that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from whale_torch import ops
+from whale_torch.ops import library, schemas
+
+N, K, D = 6, 11, 4
+TARGET = torch.tensor([0, 10, -100, 3, 4, 5])
+COEF = torch.linspace(0, 1, N)
+
+
+def example_arguments() -> dict[str, list[tuple[Any, ...]]]:
+    logits, weight, x = torch.randn(N, K), torch.rand(K), torch.randn(N, D)
+    tensors = [torch.randn(3), torch.randn(2, 2).t()]
+    grad = (COEF + 3, TARGET, 0, COEF, COEF)
+    linear = (x, torch.randn(K, D), torch.randn(K))
+    return {
+        "bucket_pack": [(tensors, [0, 3], torch.zeros(8), 0.5), (tensors, [0, 3], torch.zeros(8).bfloat16(), 1.0)],
+        "bucket_unpack": [(torch.randn(8), [0, 3], tensors, 0.5)],
+        "bucket_amax": [(tensors,)],
+        "softmax_stats": [(logits, TARGET, 0, None, False), (logits.bfloat16(), TARGET, 2, weight, True)],
+        "softmax_grad": [(logits, *grad, None, None), (logits.t().contiguous().t(), *grad, COEF, weight)],
+        "softmax_grad_": [(logits.clone(), *grad, None, None), (logits.bfloat16(), *grad, COEF, weight)],
+        "linear_softmax_stats": [(*linear, TARGET, 0, None, False, 4), (*linear[:2], None, TARGET, 0, weight, True, 4)],
+        "linear_softmax_grad": [(*linear, *grad, None, None, 4), (*linear[:2], None, *grad, COEF, weight, 4)],
+    }
+
+
+@pytest.mark.parametrize("name", schemas.OPS)
+def test_opcheck(name: str) -> None:
+    for arguments in example_arguments()[name]:
+        torch.library.opcheck(library.op(name), arguments)
+
+
+def _compiled_programs() -> list[Callable[[], Any]]:
+    logits, weight, x = torch.randn(N, K), torch.rand(K), torch.randn(N, D)
+    tensors, flat = [torch.randn(3), torch.randn(2, 2).t()], torch.randn(8)
+    matrix = torch.randn(K, D)
+
+    def pack() -> Any:
+        fresh = torch.zeros(8)
+        ops.bucket_pack(tensors, [0, 3], fresh, 0.5)
+        return fresh * 2
+
+    def unpack() -> Any:
+        fresh = [torch.zeros(3), torch.zeros(2, 2)]
+        found = ops.bucket_unpack(flat, [0, 3], fresh, 0.5)
+        return fresh, found
+
+    def inplace() -> Any:
+        return ops.softmax_grad(logits * 1, COEF, TARGET, 0, COEF, COEF, None, None, inplace=True) + 1
+
+    return [
+        pack,
+        unpack,
+        inplace,
+        lambda: ops.bucket_amax(tensors) + 1,
+        lambda: ops.softmax_stats(logits, TARGET, 0, weight, True) + 1,
+        lambda: ops.softmax_grad(logits, COEF, TARGET, 0, COEF, COEF, COEF, weight, inplace=False) + 1,
+        lambda: ops.linear_softmax_stats(x, matrix, weight, TARGET, 0, weight, True, 4) + 1,
+        lambda: ops.linear_softmax_grad(x, matrix, weight, COEF, TARGET, 0, COEF, COEF, COEF, weight, 4),
+    ]
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_compiles_without_a_graph_break(index: int) -> None:
+    program = _compiled_programs()[index]
+    expected = program()
+    torch.testing.assert_close(torch.compile(program, fullgraph=True, backend="aot_eager")(), expected, equal_nan=True)
+
+
+def test_cross_entropy_compiles_with_its_gradient() -> None:
+    x, matrix = torch.randn(N, D, requires_grad=True), torch.randn(K, D, requires_grad=True)
+
+    def program() -> Any:
+        return ops.linear_cross_entropy(x, matrix, None, TARGET, chunk=4) + ops.cross_entropy(x @ matrix.t(), TARGET)
+
+    expected = torch.autograd.grad(program(), (x, matrix))
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(), (x, matrix)), expected)
+
+
+def test_the_cpu_library_is_built() -> None:
+    built = library.compiled()["cpu"]
+    assert built.loaded, f"{built.reason}; `python setup.py build_ext --inplace` builds it and says why it cannot"
+
+
+@pytest.mark.skipif(not library.compiled()["cpu"].loaded, reason="the C++ kernels are not built")
+def test_the_compiled_kernel_answers() -> None:
+    answers = ops.backend()
+    assert list(answers) == list(schemas.OPS)
+    for name in schemas.COMPILED_OPS:
+        assert answers[name]["cpu"] == f"C++ ({library.isa()})"
+    assert answers["linear_softmax_grad"]["cpu"] == f"Python + C++ ({library.isa()})"
+    # Not only registered: none of the Python kernel's torch ops runs.
+    logits = torch.randn(1, 3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops.softmax_stats(logits, torch.zeros(1, dtype=torch.int64), 0, None, True)
+    called = {event.key for event in profile.key_averages()}
+    assert "whale::softmax_stats" in called
+    assert not called & {"aten::exp", "aten::amax", "aten::gather"}, "the Python kernel ran"

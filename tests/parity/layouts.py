@@ -1,0 +1,95 @@
+"""Small models in every layout of replica and split, and one step of them on a rank and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import whale_torch as wh
+from whale_torch.state import full_tensor
+
+__all__ = ["LAYOUTS", "WIDTH", "Net", "backward", "batch", "build", "gradients", "mine", "worst"]
+
+WIDTH, CLASSES = 6, 11
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """features -> block -> head; `layout` says which of them are split, and how."""
+
+    def __init__(self, layout: str):
+        super().__init__()
+        with wh.replica():
+            self.features = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.LayerNorm(8))
+            if layout in ("shared", "mixed"):
+                with wh.split(size=2):
+                    self.block = Block(8, 9)
+            elif layout != "two sizes":
+                self.block = Block(8, 9)
+        if layout == "two sizes":
+            with wh.split(size=2):
+                self.block = Block(8, 9)
+        if layout in ("own", "mixed", "two sizes"):
+            with wh.split():
+                self.head = nn.Linear(8, CLASSES)
+        else:
+            with wh.replica():
+                self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.features(x)))
+
+
+# layout -> worlds it runs on; "two sizes" and "mixed" have splits over 2 and over all ranks
+LAYOUTS = {"replica": (1, 2, 3), "own": (1, 2, 3, 4), "shared": (2, 4), "mixed": (2, 4), "two sizes": (2, 4)}
+
+
+def build(layout: str, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net(layout)
+
+
+def batch(rows: int = 11, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def mine(model: nn.Module, *tensors: Tensor) -> list[Tensor]:
+    """This feed's rows: uneven, the first feed has most."""
+    index, count = wh.data_rank(model)
+    rows = len(tensors[0])
+    sizes = [rows - (count - 1) * (rows // (2 * count))] + [rows // (2 * count)] * (count - 1)
+    return [t.split(sizes)[index] for t in tensors]
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor, *, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    scale(loss).backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients by name: a collective where something is cut."""
+    return {name: full_tensor(p, p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """error / max(that tensor's largest value, 1 % of the largest of all); infinite where names or shapes differ."""
+    if found.keys() != expected.keys() or any(found[k].shape != expected[k].shape for k in expected):
+        return float("inf")
+    top = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=1.0)
+    errors = [
+        float((found[k] - t).abs().max()) / max(float(t.abs().max()), 0.01 * top, 1e-30) for k, t in expected.items() if t.numel()
+    ]
+    return max(errors, default=0.0)

@@ -1,0 +1,1 @@
+"""checkpoint: values from files and dicts that know nothing of ranks."""

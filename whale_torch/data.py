@@ -1,0 +1,246 @@
+"""Which samples each rank reads: global batches cut over the plan's feeds.
+
+A feed is what one batch goes to: one rank, or the ranks of one replica where a split shares rows. `batch_size` is the rows
+of one feed, as in any DataLoader under torchrun; the global batch is that times the number of feeds.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, MutableMapping, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler, Sampler, default_collate
+
+from whale_torch.errors import CheckpointError, LayoutError, PlanError
+from whale_torch.planning.layout import balanced
+from whale_torch.strategies.runtime import runtime_of
+
+__all__ = ["BatchSampler", "batch_sampler", "data_rank", "sampler"]
+
+
+def data_rank(model: nn.Module) -> tuple[int, int]:
+    """(number of this rank's feed, number of feeds), for a loader of your own: ranks with equal numbers read the same rows.
+
+    Raises PlanError for a model that is not parallelized.
+    """
+    runtime = runtime_of(model, "wh.data_rank")
+    return runtime.mesh.rank // runtime.plan.feed_size, runtime.plan.num_feeds
+
+
+def sampler(
+    model: nn.Module, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+) -> DistributedSampler[Any]:
+    """torch's DistributedSampler with this plan's numbers; it pads (or, with drop_last, drops) to equal sizes.
+
+    Raises PlanError for a model that is not parallelized.
+    """
+    index, count = data_rank(model)
+    _check_sized(dataset, "wh.sampler")
+    return DistributedSampler(dataset, count, index, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+
+
+def batch_sampler(
+    model: nn.Module,
+    dataset: Sized,
+    batch_size: int,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] = default_collate,
+) -> BatchSampler:
+    """Index lists for DataLoader(batch_sampler=...): global batches, as one process with `batch_size` times the feeds has.
+
+    Every rank makes the same number of steps and no sample is repeated or left out (but for drop_last); the last global
+    batch is cut evenly, so a rank may get 0 rows of it. A DataLoader needs then, to make a batch of none,
+    `collate_fn=batches.collate_fn`:
+
+        batches = wh.batch_sampler(model, dataset, 32, shuffle=True)
+        loader = DataLoader(dataset, batch_sampler=batches, collate_fn=batches.collate_fn)
+
+    batch_size: rows of one feed. collate_fn: the one to wrap. Raises PlanError for a model that is not parallelized, a
+    dataset without a length and a batch_size below 1.
+    """
+    index, count = data_rank(model)
+    _check_sized(dataset, "wh.batch_sampler")
+    if batch_size < 1:
+        raise PlanError(f"wh.batch_sampler: batch_size is {batch_size}.", fix="give the rows of one feed, 1 or more")
+    return BatchSampler(
+        dataset, batch_size, index, count, shuffle=shuffle, seed=seed, drop_last=drop_last, collate_fn=collate_fn
+    )
+
+
+def _check_sized(dataset: Any, what: str) -> None:
+    if not hasattr(dataset, "__len__"):
+        raise PlanError(
+            f"{what} needs a dataset with a length, got {type(dataset).__name__}.",
+            fix="index, count = wh.data_rank(model): let each feed read its share of a stream",
+        )
+
+
+class BatchSampler(Sampler[list[int]]):
+    """This feed's indices of each global batch of an epoch; wh.batch_sampler makes it.
+
+    epoch: seeds the order. An iterator that is read to its end moves on to the next epoch; set_epoch goes to any.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        index: int,
+        count: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        collate_fn: Callable[[list[Any]], Any],
+    ):
+        self.dataset, self.batch_size, self.index, self.count = dataset, batch_size, index, count
+        self.shuffle, self.seed, self.drop_last, self.epoch = shuffle, seed, drop_last, 0
+        self._collate = _Collate(dataset, collate_fn)
+        self._collates = self._takes_empty = False
+        self._start = 0  # samples of this epoch that the next iterator skips
+        self._position = 0  # where the last iterator began
+        self._handed = 0  # batches it handed out
+        self._ended = False  # it has no more
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.batch_size * self.count
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        """Makes a batch of 0 rows too, with the structure, shapes and dtypes of any other."""
+        self._collates = self._takes_empty = True
+        return self._collate
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch, equal on every rank."""
+        whole, rest = divmod(len(self.dataset), self.global_batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iterator. An epoch in which a loaded state stands goes on where it stood."""
+        self._ended = False
+        if epoch != self.epoch:
+            self.epoch, self._start, self._position, self._handed = epoch, 0, 0, 0
+
+    def allow_empty(self) -> BatchSampler:
+        """Says that the reader can take an index list of 0 entries, as `data[rows]` of a tensor can."""
+        self._takes_empty = True
+        return self
+
+    def __iter__(self) -> Iterator[list[int]]:
+        total = len(self.dataset)
+        if self._ended:
+            self.epoch += 1
+        self._position, self._start, self._handed, self._ended = self._start, 0, 0, False
+        self._collate.made = 0
+        rest = (total - self._position) % self.global_batch_size
+        if 0 < rest < self.count and not self.drop_last and not self._takes_empty:
+            raise LayoutError(
+                f"the last global batch of {total} samples has {rest} rows for {self.count} feeds, so {self.count - rest} "
+                "get none, and a DataLoader makes no batch of none by itself.",
+                fix="DataLoader(dataset, batch_sampler=batches, collate_fn=batches.collate_fn); batches.allow_empty() where "
+                "you read the indices yourself; or drop_last=True",
+            )
+        return self._batches(self._order(total), self._position)
+
+    def _batches(self, order: Tensor, start: int) -> Iterator[list[int]]:
+        size = self.global_batch_size
+        stop = len(order) - ((len(order) - start) % size if self.drop_last else 0)
+        for first in range(start, stop, size):
+            rows = order[first : min(first + size, stop)]
+            widths = balanced(len(rows), self.count)
+            before = sum(widths[: self.index])
+            self._handed += 1
+            yield rows[before : before + widths[self.index]].tolist()
+        self._ended = True
+
+    def _order(self, total: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(total)
+        text = f"{self.seed}/{self.epoch}".encode()
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+
+    def state_dict(self, *, num_batches: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, in samples: equal on every rank, and good for another number of feeds or batch size.
+
+        num_batches: batches of this iterator that were trained on; default: those handed out. A DataLoader with workers
+        reads ahead, so give it there. Raises CheckpointError where workers are seen to have read ahead.
+        """
+        if num_batches is None:
+            num_batches = self._handed
+            if self._collates and self._collate.made != num_batches:
+                raise CheckpointError(
+                    f"{num_batches} batches were handed out, of which {self._collate.made} were made in this process: the "
+                    "workers of a DataLoader read ahead of the training loop.",
+                    fix="batches.state_dict(num_batches=...) with the number of batches this loop has trained on",
+                )
+        consumed = min(self._position + num_batches * self.global_batch_size, len(self.dataset))
+        return {"epoch": self.epoch, "consumed": max(consumed, self._start), **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lets the next iterator go on behind what was consumed.
+
+        Raises CheckpointError where the order of samples is another: length, shuffle or seed differ.
+        """
+        for key, mine in self._identity().items():
+            if state.get(key) != mine:
+                raise CheckpointError(
+                    f"the state counts samples of an order with {key} {state.get(key)!r}, here it is {mine!r}.",
+                    fix=f"build wh.batch_sampler with the same {key}, or begin a new epoch: batches.set_epoch(...)",
+                )
+        self.epoch, self._start = state["epoch"], state["consumed"]
+        self._position, self._handed, self._ended = 0, 0, False
+        left = len(self.dataset) - self._start
+        if left < (self.global_batch_size if self.drop_last else 1):
+            self.epoch, self._start = self.epoch + 1, 0
+
+    def _identity(self) -> dict[str, Any]:
+        return {"num_samples": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
+
+
+class _Collate:
+    """A collate function that makes a batch of none by cutting a batch of one; it travels to a DataLoader's workers."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]):
+        self.dataset, self.collate_fn = dataset, collate_fn
+        self.made = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.made += 1
+        if samples:
+            return self.collate_fn(samples)
+        return _without_rows(self.collate_fn([self.dataset[0]]))
+
+
+def _without_rows(batch: Any) -> Any:
+    """A batch of one sample -> the same structure of no samples."""
+    if isinstance(batch, Tensor):
+        return batch[:0] if batch.dim() else batch
+    if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, (str, bytes)) for item in batch):
+        return type(batch)()
+    if isinstance(batch, (list, tuple)):
+        rows = [_without_rows(item) for item in batch]
+        return type(batch)(*rows) if hasattr(batch, "_fields") else type(batch)(rows)
+    if isinstance(batch, MutableMapping):
+        empty = copy.copy(batch)
+        for key, value in batch.items():
+            empty[key] = _without_rows(value)
+        return empty
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {f.name: _without_rows(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+        return dataclasses.replace(batch, **fields)
+    raise LayoutError(
+        f"a rank has 0 rows of the last global batch, and collate_fn gave a {type(batch).__name__}, of which no batch of "
+        "none can be made.",
+        fix="let collate_fn return tensors in lists, tuples, dicts or dataclasses; or drop_last=True",
+    )
