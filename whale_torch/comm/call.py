@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from whale_torch.comm.collectives import gather_equal_async
+from whale_torch.comm.collectives import spread_async
 from whale_torch.comm.region import Region
 from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group
@@ -84,8 +84,8 @@ class Call:
         self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
         self.is_empty = batch.rows == 0
         self._counts: list[int] | None = None
-        header = torch.tensor([batch.rows, batch.digest, batch.other, trained.code], device="cpu")
-        self._gathered, self._wait = gather_equal_async(header, world, name="row counts of the batch")
+        header = (batch.rows, batch.digest, batch.other, trained.code)
+        self._gathered, self._wait = spread_async(header, world, name="row counts of the batch")
         if feed_size > 1:
             self.counts()
 

@@ -184,6 +184,8 @@ def _sum_wide(flat: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _pack(flat: torch.Tensor, packed: Packed, scale: float) -> None:
-    if packed.grads:
-        ops.bucket_pack(packed.grads, packed.offsets, flat, scale)
-    flat[packed.num_elements : packed.num_elements + packed.flags.numel()] = packed.flags
+    if scale == 1.0:
+        ops.bucket_pack([*packed.grads, packed.flags], [*packed.offsets, packed.num_elements], flat, 1.0)
+        return
+    ops.bucket_pack(packed.grads, packed.offsets, flat, scale)
+    ops.bucket_pack([packed.flags], [packed.num_elements], flat, 1.0)

@@ -80,6 +80,7 @@ class Runtime:
         self.gradients = self._make_gradients()
         self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
+        self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
         self._alone = mesh.world == 1 and not regions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
@@ -101,7 +102,7 @@ class Runtime:
             return self._leave(out, None, training) if self.regions else out
         call = self._begin(args, kwargs)
         try:
-            if grad and self.plan.num_feeds > 1:
+            if grad and self._seeks_losses:
                 with TrueMeanLoss(call, self._counts_group):
                     out = forward(model, *args, **kwargs)
             else:
@@ -192,6 +193,14 @@ def _deliver_columns(x: Columns, call: Call) -> Columns:
     else:
         out = Columns.of(deliver(plain(x), call, weigh=False), place, x.hold)
     return out
+
+
+def _may_call_losses(model: nn.Module) -> bool:
+    """Whether a loss function may run inside: torch's own modules call none, but for its loss modules."""
+    ours = ("torch.nn.", "whale_torch.")
+    losses = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
+    kinds = {type(module).__module__ for module in model.modules()}
+    return any(kind in losses or not kind.startswith(ours) for kind in kinds)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
