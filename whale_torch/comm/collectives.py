@@ -21,9 +21,9 @@ __all__ = [
     "broadcast",
     "broadcast_copy",
     "gather_equal",
-    "gather_equal_async",
     "reduce_scatter_equal",
     "reduce_scatter_rows",
+    "spread_async",
 ]
 
 # renamed in torch 2.13; the old names warn there and the new ones are absent before
@@ -89,16 +89,16 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
     return out
 
 
-def gather_equal_async(
-    x: torch.Tensor, group: Group, *, name: str = "all-gather"
+def spread_async(
+    numbers: tuple[int, ...], group: Group, *, name: str = "all-gather"
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Starts gather_equal; the second value waits for the first."""
+    """Starts to gather a few whole numbers of every rank, [group.size, len(numbers)]; the second value waits for it."""
+    sent = torch.tensor([numbers] * group.size, device="cpu")
     if group.size == 1:
-        return x.unsqueeze(0), lambda: None
-    out = x.new_empty(group.size, *x.shape)
-    group.count(x.numel() * x.element_size() * (group.size - 1), name)
-    spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
-    work = dist.all_to_all_single(out.view(group.size, -1), spread, group=group.process_group, async_op=True)
+        return sent, lambda: None
+    out = torch.empty_like(sent)
+    group.count(8 * len(numbers) * (group.size - 1), name)
+    work = dist.all_to_all_single(out, sent, group=group.process_group, async_op=True)
     return out, lambda: _run(group, name, work.wait)
 
 

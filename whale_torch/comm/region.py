@@ -19,6 +19,8 @@ __all__ = ["Region"]
 
 _COUNT_BITS = 40
 _TEXT_BYTES = 96
+_HEADER_NUMBERS = 8
+_REMEMBERED = 3
 
 
 class Region:
@@ -47,7 +49,7 @@ class Region:
         self.row_positions = tuple(columns.ranks.index(rank) for rank in rows.ranks)
         self.call: Call | None = None
         self.gathered: dict[tuple[str, str], list[float]] = {}
-        self._entered: tuple[Any, ...] | None = None
+        self._entered: dict[str, list[tuple[Any, ...]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         """A copied model has its own memory of what it gathered, on the same ranks."""
@@ -59,25 +61,40 @@ class Region:
         shift = index - self.twins.index
         return tuple(p + shift for p in self.row_positions)
 
-    def agree(self, operation: str, count: int, detail: str = "") -> tuple[int, ...]:
+    def agree(self, operation: str, count: int, detail: str = "", fix: str = "") -> tuple[int, ...]:
         """Row counts of the region's feeds, once its ranks are known to be in one operation with equal `detail`.
 
-        A 16-byte header from each rank, before any other data moves: number and name of the operation, count, detail.
-        Raises, on every rank: CommError naming both operations; LayoutError naming both details.
+        Raises, on every rank, before any other data moves: CommError naming both operations; LayoutError naming both
+        details, and `fix`.
         """
-        group = self.headers
-        if group.size == 1:
+        if self.headers.size == 1:
             return (count,)
+        table = self._exchange(operation, (count, zlib.crc32(detail.encode())))
+        if any(row[1] != table[0][1] for row in table):
+            self._different_details(operation, detail, fix)
+        return tuple(table[p][0] for p in self.row_positions)
+
+    def meet(self, operation: str, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The numbers of every feed of the region, up to 8 of them and the first below 2^40.
+
+        Raises CommError naming both operations, on every rank, before any other data moves.
+        """
+        if self.headers.size == 1:
+            return [numbers]
+        table = self._exchange(operation, numbers)
+        return [table[p] for p in self.row_positions]
+
+    def _exchange(self, operation: str, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Every rank's numbers: a header of one size, whatever the operation, that also tells which one it is."""
+        group = self.headers
         group.sequence += 1
         tag = (zlib.crc32(operation.encode()) & 0x7FFF) << 8 | group.sequence & 0xFF
-        header = torch.tensor([tag << _COUNT_BITS | count, zlib.crc32(detail.encode())], device="cpu")
-        headers = gather_equal(header, group, name=operation).tolist()
-        if any(other >> _COUNT_BITS != tag for other, _ in headers):
+        rest = (0,) * (_HEADER_NUMBERS - len(numbers))
+        header = torch.tensor([tag << _COUNT_BITS | numbers[0], *numbers[1:], *rest], device="cpu")
+        table = gather_equal(header, group, name=operation).tolist()
+        if any(row[0] >> _COUNT_BITS != tag for row in table):
             self._different_operations(operation)
-        if any(other != headers[0][1] for _, other in headers):
-            self._different_details(operation, detail)
-        counts = [other & ((1 << _COUNT_BITS) - 1) for other, _ in headers]
-        return tuple(counts[p] for p in self.row_positions)
+        return [(row[0] & ((1 << _COUNT_BITS) - 1), *row[1 : len(numbers)]) for row in table]
 
     def check_equal(self, value: tuple[int, ...], what: str, fix: str) -> None:
         """Compares a small tuple over the region's ranks. Raises LayoutError naming both values, on every rank."""
@@ -108,31 +125,34 @@ class Region:
             ranks=self.columns.ranks,
         )
 
-    def _different_details(self, operation: str, detail: str) -> None:
+    def _different_details(self, operation: str, detail: str, fix: str) -> None:
         texts = self._texts(detail or "nothing")
         told = ", ".join(f"rank {rank}: {text}" for rank, text in texts.items())
         raise LayoutError(
             f"{operation}: the ranks of {self.label} come with different numbers: {told}.",
-            fix="what happens to a split's output must be equal on all ranks of its group; where a number belongs to "
+            fix=fix
+            or "what happens to a split's output must be equal on all ranks of its group; where a number belongs to "
             "the own rows, apply it to z.rows()",
             ranks=self.columns.ranks,
         )
 
     def remember(self, x: torch.Tensor, what: str, value: Any) -> None:
-        """Keeps the gathered form of x as long as x lives unchanged, so that a second reader finds it."""
-        if not x.is_inference():  # such a tensor does not tell when it is written to
-            self._entered = (weakref.ref(x), x._version, torch.is_grad_enabled(), what, value)
+        """Keeps one form of x as long as x lives unchanged, so that a second reader finds it: of few tensors a form."""
+        if x.is_inference():  # such a tensor does not tell when it is written to
+            return
+        alive = [entry for entry in self._entered.get(what, ()) if entry[0]() is not None and entry[0]() is not x]
+        self._entered[what] = [*alive[-_REMEMBERED + 1 :], (weakref.ref(x), x._version, torch.is_grad_enabled(), value)]
 
     def recall(self, x: torch.Tensor, what: str) -> Any:
         """What `remember` keeps for this very tensor, or None."""
-        entry = self._entered
-        if entry is None or entry[0]() is not x or entry[1:4] != (x._version, torch.is_grad_enabled(), what):
-            return None
-        return entry[4]
+        for entry in self._entered.get(what, ()):
+            if entry[0]() is x and entry[1:3] == (x._version, torch.is_grad_enabled()):
+                return entry[3]
+        return None
 
     def forget(self) -> None:
-        """Drops the gathered input; the model's exit calls it."""
-        self._entered = None
+        """Drops what it remembers; the model's exit calls it."""
+        self._entered.clear()
 
     def note_gather(self, operation: str, site: str, num_bytes: float) -> None:
         """Counts an implicit gather for the plan's report."""

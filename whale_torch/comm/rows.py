@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from whale_torch.comm.bridge import Enter, Leave, RowsToColumns, gather_feeds
+from whale_torch.comm.collectives import all_reduce
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.region import Region
 
-__all__ = ["Rows", "enter_batch", "enter_columns", "enter_rows", "gather_plain", "leave_rows", "own_slice"]
+__all__ = [
+    "Rows",
+    "agree_on_samples",
+    "enter_batch",
+    "enter_channels",
+    "enter_columns",
+    "enter_rows",
+    "enter_samples",
+    "enter_shared",
+    "gather_plain",
+    "leave_rows",
+    "own_slice",
+    "partial_parameter",
+]
 
 Rows = tuple[Tensor, tuple[int, ...], tuple[int, ...]]
+_INPUT = "the input of a split layer"
 
 
-def _counts(x: Tensor, region: Region, operation: str, detail: str = "") -> tuple[int, ...]:
+def _counts(
+    x: Tensor, region: Region, operation: str, detail: str, fix: str = "give all ranks of the split one kind of input"
+) -> tuple[int, ...]:
     """Rows of each feed. Raises on every rank where ranks come with different dtypes or `detail`."""
-    return region.agree(operation, x.shape[0], f"{x.dtype}{detail}") if region.rows.size > 1 else (x.shape[0],)
+    return region.agree(operation, x.shape[0], f"{x.dtype}{detail}", fix) if region.rows.size > 1 else (x.shape[0],)
+
+
+def _plain_rows(x: Tensor) -> Tensor:
+    return x.implicit_rows(_INPUT) if isinstance(x, Columns) else x
 
 
 def enter_rows(x: Tensor, region: Region) -> Rows:
@@ -26,16 +48,38 @@ def enter_rows(x: Tensor, region: Region) -> Rows:
 
     Gathered once for all modules that read the same tensor.
     """
-    if isinstance(x, Columns):
-        x = x.implicit_rows("the input of a split layer")
+    x = _plain_rows(x)
     lead = tuple(x.shape[:-1])
     known = region.recall(x, "rows")
     if known is None:
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(torch.Size(lead).numel(), x.shape[-1])
         counts = _counts(flat, region, "rows of a split's input", f" of width {flat.shape[1]}")
-        known = (Enter.apply(flat, counts, region), counts)
+        known = (Enter.apply(flat, counts, region), counts)  # type: ignore[no-untyped-call]
         region.remember(x, "rows", known)
     return known[0], known[1], lead
+
+
+def agree_on_samples(x: Tensor, region: Region, operation: str) -> tuple[int, ...]:
+    """Samples of each feed, along dim 0 of x.
+
+    Raises LayoutError on every rank where the samples of the ranks have different shapes or dtypes.
+    """
+    fix = "pad the batch to one length on all ranks of the split"
+    return _counts(x, region, operation, f" of shape {tuple(x.shape[1:])}", fix)
+
+
+def enter_samples(x: Tensor, counts: tuple[int, ...], region: Region, dim: int = 0) -> Tensor:
+    """Own samples along `dim` -> samples of all feeds along dim 0; the ranks have agreed on counts and shapes.
+
+    Gathered once for all modules that read the same tensor.
+    """
+    x = _plain_rows(x)
+    known: Tensor | None = region.recall(x, f"batch {dim}")
+    if known is None:
+        known = Enter.apply(x.movedim(dim, 0), counts, region)  # type: ignore[no-untyped-call]
+        assert known is not None
+        region.remember(x, f"batch {dim}", known)
+    return known
 
 
 def enter_batch(x: Tensor, region: Region, dim: int = 0) -> tuple[Tensor, tuple[int, ...]]:
@@ -43,39 +87,59 @@ def enter_batch(x: Tensor, region: Region, dim: int = 0) -> tuple[Tensor, tuple[
 
     Raises LayoutError where the ranks' samples have different shapes.
     """
-    if isinstance(x, Columns):
-        x = x.implicit_rows("the input of a split layer")
-    known = region.recall(x, f"batch {dim}")
-    if known is None:
-        first = x.movedim(dim, 0)
-        counts = _counts(first, region, "samples of a split's input")
-        if region.rows.size > 1:
-            region.check_equal(tuple(first.shape[1:]), "shape of a sample", "pad the batch to one length on all ranks of the split")
-        known = (Enter.apply(first, counts, region), counts)
-        region.remember(x, f"batch {dim}", known)
-    return known[0], known[1]
+    x = _plain_rows(x)
+    counts = agree_on_samples(x.movedim(dim, 0), region, "samples of a split's input")
+    return enter_samples(x, counts, region, dim), counts
 
 
 def enter_columns(x: Tensor, widths: Sequence[int], region: Region) -> Rows:
-    """Input of a layer that is cut by rows -> (all rows, this rank's columns [N, K]; rows of each feed; own leading shape).
+    """Input of a layer cut by rows -> (all rows, this rank's columns [N, K]; rows of each feed; own leading shape).
 
     A split's output with the same cut is taken as it lies; anything else moves once.
     """
-    if isinstance(x, Columns) and x.place.region.columns is region.columns and x.place.widths == tuple(widths) and not x.place.tail:
+    if (
+        isinstance(x, Columns)
+        and x.place.region.columns is region.columns
+        and x.place.widths == tuple(widths)
+        and not x.place.tail
+    ):
         if x.place.applied:
             x.place.agree("columns of a split's input")
         return x.local, x.place.counts, x.place.lead
-    if isinstance(x, Columns):
-        x = x.implicit_rows("the input of a split layer")
+    x = _plain_rows(x)
     lead = tuple(x.shape[:-1])
-    flat = x.reshape(-1, x.shape[-1])
-    counts = _counts(flat, region, "columns of a split's input")
-    return RowsToColumns.apply(flat, counts, tuple(widths), region), counts, lead
+    flat = x.reshape(torch.Size(lead).numel(), x.shape[-1])
+    counts = _counts(flat, region, "columns of a split's input", f" of width {flat.shape[1]}")
+    return RowsToColumns.apply(flat, counts, tuple(widths), region), counts, lead  # type: ignore[no-untyped-call]
+
+
+def enter_channels(x: Tensor, widths: Sequence[int], region: Region) -> tuple[Tensor, tuple[int, ...]]:
+    """Own samples [B, C, *pixels] -> (all samples, this rank's channels [N, K, *pixels]; samples of each feed).
+
+    A split's output with the same cut is taken as it lies; anything else moves once.
+    Raises LayoutError where the ranks' samples have different shapes.
+    """
+    if (
+        isinstance(x, Columns)
+        and x.place.region.columns is region.columns
+        and x.place.widths == tuple(widths)
+        and len(x.place.lead) == 1
+    ):
+        if x.place.applied:
+            x.place.agree("channels of a split's input")
+        return x.local, x.place.counts
+    x = _plain_rows(x)
+    counts = agree_on_samples(x, region, "channels of a split's input")
+    pixels = tuple(x.shape[2:])
+    size = torch.Size(pixels).numel()
+    flat = x.reshape(x.shape[0], x.shape[1] * size)
+    out = RowsToColumns.apply(flat, counts, tuple(width * size for width in widths), region)  # type: ignore[no-untyped-call]
+    return out.reshape(sum(counts), widths[region.columns.index], *pixels), counts
 
 
 def leave_rows(part: Tensor, counts: Sequence[int], lead: Sequence[int], region: Region) -> Tensor:
     """Partial sums of all rows [N, D] -> complete own rows [*lead, D]."""
-    out: Tensor = Leave.apply(part, tuple(counts), region)
+    out: Tensor = Leave.apply(part, tuple(counts), region)  # type: ignore[no-untyped-call]
     return out.reshape(*lead, *part.shape[1:])
 
 
@@ -91,3 +155,48 @@ def gather_plain(x: Tensor, counts: Sequence[int], region: Region, name: str) ->
         if x.dtype == torch.bool:
             return gather_feeds(x.to(torch.uint8), counts, region, name).bool()
         return gather_feeds(x, counts, region, name)
+
+
+class _Shared(torch.autograd.Function):
+    """Identity on a tensor that all ranks of a region hold alike, each for its part; backward sums the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+        ctx.region = region
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return all_reduce(grad.contiguous().clone(), ctx.region.columns, name="gradient of a shared tensor"), None
+
+
+def enter_shared(x: Tensor, region: Region) -> Tensor:
+    """A tensor equal on all ranks that belongs to no sample (an attention bias), read by each rank for its part."""
+    if region.columns.size == 1 or not x.requires_grad:
+        return x
+    out: Tensor = _Shared.apply(x, region)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Partial(torch.autograd.Function):
+    """Identity on a whole parameter of which each rank of a region sees the gradient of its part only.
+
+    The reducer takes the mean over all copies, which are in equal shares on the region's ranks: hence their number.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad * ctx.size, None
+
+
+def partial_parameter(parameter: Tensor, region: Region) -> Tensor:
+    """A whole parameter as a rank of a region uses it for its part of the features or heads of all rows."""
+    if region.columns.size == 1 or not parameter.requires_grad:
+        return parameter
+    out: Tensor = _Partial.apply(parameter, region.columns.size)  # type: ignore[no-untyped-call]
+    return out

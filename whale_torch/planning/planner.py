@@ -15,7 +15,7 @@ from whale_torch.planning.gradients import plan_reduces
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
-from whale_torch.planning.rules import Cut, RuleContext, linear_roles, rule_of
+from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles
 from whale_torch.planning.taskgraph import Grouping, TaskGraph, group_modules
 
 __all__ = ["make_plan"]
@@ -110,32 +110,41 @@ def _place(grouping: Grouping, cluster: Cluster, feed_size: int) -> tuple[list[T
 
 def _cut(model: nn.Module, grouping: Grouping, graphs: list[TaskGraph], devices: dict[str, VirtualDevice]) -> list[Cut]:
     """Asks the rules, module by module in order; a rule that takes a whole module over answers for its members."""
-    names = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-    roles: dict[int, dict[nn.Module, str]] = {graph.index: {} for graph in graphs}
-    for parent in model.modules():
-        for graph in graphs:
-            if graph.kind == "split":
-                members = [c for c in parent.children() if grouping.graph_of.get(names[c]) == graph.index]
-                forced = graph.option("split", "cut")
-                roles[graph.index] |= linear_roles(members, None if forced is None else str(forced))
+    contexts = {
+        graph.index: _context(model, grouping, graph, devices[graph.device].size) for graph in graphs if graph.kind == "split"
+    }  # fmt: skip
     cuts: list[Cut] = []
     done: list[str] = []
     for name, module in model.named_modules():
-        graph = graphs[grouping.graph_of[name]]
-        if graph.kind != "split" or any(name == d or name.startswith(d + ".") for d in done):
+        context = contexts.get(grouping.graph_of[name])
+        if context is None or any(d in ("", name) or name.startswith(d + ".") for d in done):
             continue
-        if name == "" and not isinstance(module, nn.Linear) and not module._parameters:
-            continue
-        rule = rule_of(module, name, graph.site)
+        rule = find_rule(module, name, context)
         if rule is None:
             continue
-        linear = roles[graph.index]
-        columns = frozenset(id(m.weight) for m, role in linear.items() if role == "columns" and isinstance(m, nn.Linear))
-        found = rule.plan(module, name, RuleContext(devices[graph.device].size, graph.site, linear, columns))
-        cuts += found
+        cuts += rule.plan(module, name, context)
         if rule.whole:
             done.append(name)
     return cuts
+
+
+def _context(model: nn.Module, grouping: Grouping, graph: TaskGraph, size: int) -> RuleContext:
+    """What the rules of one split TaskGraph may know: roles from neighbours and from the model's own plan."""
+    names = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
+
+    def inside(module: nn.Module) -> bool:
+        return grouping.graph_of.get(names[module]) == graph.index
+
+    forced = graph.option("split", "cut")
+    roles: dict[nn.Module, Role] = {}
+    for parent in model.modules():
+        roles |= neighbour_roles(filter(inside, parent.children()), None if forced is None else str(forced))
+    planned, containers = model_plan(model, inside)
+    for module, role in planned.items():
+        if module not in roles or (forced is None and roles[module].name != role.name):
+            roles[module] = role
+    columns = frozenset(id(m.weight) for m, role in roles.items() if role.name == "columns" and isinstance(m, nn.Linear))
+    return RuleContext(size, graph.site, roles, columns, containers)
 
 
 def _shards(model: nn.Module, cuts: list[Cut], grouping: Grouping, graphs: list[TaskGraph]) -> tuple[dict[str, Shard], dict[str, int]]:

@@ -41,7 +41,9 @@ class _Old(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, left: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, left: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.left = left
         return F.linear(x, weight, bias)
@@ -54,21 +56,41 @@ class _Linear(torch.autograd.Function):
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, grad.new_zeros(()), None
 
 
+class _Now(torch.autograd.Function):
+    """F.linear that keeps what `_Linear` keeps for backward: a recomputation after the forward has no delay."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        bias_grad = grad.sum(0) if ctx.has_bias and wants_bias else None
+        return grad @ weight if wants_x else None, grad.t() @ x if wants_weight else None, bias_grad
+
+
 class Delay:
     """One forward's delayed gradient of one layer: made as the forward starts."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self._left: list[tuple[Tensor, Tensor]] = []
-        self._token = _Old.apply(weight, bias, self._left)
+        self._token = _Old.apply(weight, bias, self._left)  # type: ignore[no-untyped-call]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear of x [N, D] whose weight and bias gradients come at the end of backward."""
-        out: Tensor = _Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), self._token, self._left)
+        out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            x, weight.detach(), None if bias is None else bias.detach(), self._token, self._left
+        )
         return out
 
 
 def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
-    """F.linear, delayed where a delay was made and nothing casts in between."""
-    if delay is None or not torch.is_grad_enabled() or autocast_dtype(x.device):
+    """F.linear of x [N, D], delayed where a delay was made and nothing casts in between."""
+    if not torch.is_grad_enabled() or autocast_dtype(x.device):
         return F.linear(x, weight, bias)
-    return delay.linear(x, weight, bias)
+    out: Tensor = _Now.apply(x, weight, bias) if delay is None else delay.linear(x, weight, bias)  # type: ignore[no-untyped-call]
+    return out

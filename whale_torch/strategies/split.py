@@ -11,9 +11,21 @@ from whale_torch.comm.registry import ParameterPlace, set_place
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.plan import Plan
-from whale_torch.strategies.split_rules import run_class
+from whale_torch.strategies import (
+    split_attention,
+    split_convolution,
+    split_embedding,
+    split_huggingface,
+    split_linear,
+    split_normalization,
+)
+from whale_torch.strategies.split_rules import SplitModule, run_class
+from whale_torch.strategies.split_transformer import switch_off_fast_paths
 
 __all__ = ["CutParameter", "apply_split", "cut_parameters"]
+
+# imported for what they register: the classes that run each rule
+RUNNERS = (split_attention, split_convolution, split_embedding, split_huggingface, split_linear, split_normalization)
 
 
 class CutParameter:
@@ -82,10 +94,9 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
             strict = graph.option("split", "gather") == "error"
             regions[graph.index] = Region(f"{graph.label} at {graph.site}", *groups, headers=headers, strict=strict)
         module = modules[decided.module]
-        swap = run_class(decided)
-        module.__class__ = swap
+        module.__class__ = run_class(decided, type(module))
         module.__dict__.update(_region=regions[graph.index], _cut=decided, _options=dict(graph.annotations[-1].options))
-        prepare = getattr(module, "_prepare", None)
-        if prepare is not None:
-            prepare()
+        assert isinstance(module, SplitModule)
+        module._prepare()
+    switch_off_fast_paths(model)
     return list(regions.values())

@@ -8,150 +8,112 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whale_torch.comm.columns import Columns, ColumnsPlace, Deferred, Hold
+from whale_torch.comm.columns import Columns, ColumnsPlace, Hold
 from whale_torch.comm.region import Region
-from whale_torch.comm.rows import enter_columns, enter_rows, gather_plain, leave_rows
-from whale_torch.planning.rules import Cut, PlanFunction, SplitRule, register_rule
-from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
-from whale_torch.strategies.delayed import Delay, delayed_linear
+from whale_torch.planning.rules import Cut, PlanFunction, SplitRule, register_rule, unregister_rule
+from whale_torch.strategies.copies import Replacement
 
-__all__ = ["ColumnEmbedding", "ColumnLinear", "RowLinear", "SplitModule", "VocabularyEmbedding", "register_split_rule", "run_class"]
+__all__ = ["SplitModule", "joined_class", "register_class", "register_split_rule", "run_class"]
 
 
-class SplitModule(nn.Module):
-    """What the classes of this file have in common.
+class SplitModule(Replacement, nn.Module):
+    """What the classes that run shards have in common.
 
     _region: the ranks that run it together. _cut: the plan's decision. _options: the scope's options.
     """
 
+    _added = ("_region", "_cut", "_options", "_delay")
     _region: Region
     _cut: Cut
     _options: dict[str, Any]
 
-    @classmethod
-    def _base(cls) -> type[nn.Module]:
-        """The class that the module had."""
-        base: type[nn.Module] = cls.__mro__[cls.__mro__.index(SplitModule) + 1]
-        return base
-
     def _get_name(self) -> str:
         return self._base().__name__
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return pickled_as(self, self._base(), ("_region", "_cut", "_options", "_delay"))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return deep_copied(self, memo)
-
-    def __copy__(self) -> nn.Module:
-        return shallow_copied(self)
+    def _prepare(self) -> None:
+        """Called once, after the parameters were cut."""
 
     @property
     def _index(self) -> int:
         return self._region.columns.index
 
     @property
+    def _width(self) -> int:
+        """Units of this rank."""
+        return self._cut.widths[self._index]
+
+    @property
     def _first(self) -> int:
         """Number of this rank's first unit."""
         return sum(self._cut.widths[: self._index])
 
-    def _columns(self, local: Tensor, counts: tuple[int, ...], lead: tuple[int, ...], *, fresh: bool = False) -> Columns:
-        place = ColumnsPlace(self._region, counts, self._cut.widths, lead)
+    def _columns(
+        self,
+        local: Tensor,
+        counts: tuple[int, ...],
+        lead: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        widths: tuple[int, ...] | None = None,
+        tail: tuple[int, ...] = (),
+    ) -> Columns:
+        """This rank's columns of all rows as a Columns. fresh: nothing else reads the memory of `local`."""
+        place = ColumnsPlace(self._region, counts, self._cut.widths if widths is None else widths, lead, tail)
         return Columns.of(local, place, Hold(shared=not fresh))
 
 
-class ColumnLinear(SplitModule, nn.Linear):
-    """A linear layer of which each rank holds some output features: gives Columns."""
-
-    _delay: Delay | None = None
-
-    def forward(self, input: Tensor) -> Tensor:
-        x, counts, lead = enter_rows(input, self._region)
-        if self._options.get("chunked_loss") and torch.is_grad_enabled() and self.training:
-            place = ColumnsPlace(self._region, counts, self._cut.widths, lead)
-            return Columns.put_off(Deferred(x, self.weight, self.bias), place)
-        return self._columns(delayed_linear(x, self.weight, self.bias, self._delay), counts, lead, fresh=True)
+_JOINED: dict[tuple[Any, Any], Any] = {}
 
 
-class RowLinear(SplitModule, nn.Linear):
-    """A linear layer of which each rank holds some input features: takes Columns, gives complete own rows."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        x, counts, lead = enter_columns(input, self._cut.widths, self._region)
-        out = leave_rows(F.linear(x, self.weight), counts, lead, self._region)
-        return out if self.bias is None else out + self.bias
-
-
-class ColumnEmbedding(SplitModule, nn.Embedding):
-    """An embedding of which each rank holds some features of every word: only ids travel in; gives Columns."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        region, flat = self._region, input.reshape(-1)
-        counts = region.agree("ids of a split embedding", flat.shape[0]) if region.rows.size > 1 else (flat.shape[0],)
-        ids = gather_plain(flat, counts, region, "ids of a split embedding")
-        return self._columns(F.embedding(ids, self.weight, self.padding_idx), counts, tuple(input.shape))
+def joined_class(split: Any, module_type: Any) -> Any:
+    """The class that puts `split` before a module's own class, under the latter's name; one a pair."""
+    key = (split, module_type)
+    if key not in _JOINED:
+        body = {"__module__": module_type.__module__, "__doc__": module_type.__doc__}
+        _JOINED[key] = type(module_type.__name__, (split, module_type), body)
+    return _JOINED[key]
 
 
-class VocabularyEmbedding(SplitModule, nn.Embedding):
-    """An embedding of which each rank holds some words: tied to a head that is cut by columns."""
+ClassFactory = Callable[[type[nn.Module]], type[SplitModule]]
 
-    def forward(self, input: Tensor) -> Tensor:
-        region, flat = self._region, input.reshape(-1)
-        counts = region.agree("ids of a split embedding", flat.shape[0]) if region.rows.size > 1 else (flat.shape[0],)
-        ids = gather_plain(flat, counts, region, "ids of a split embedding")
-        held = self.weight.shape[0]
-        here = ids - self._first
-        inside = (here >= 0) & (here < held)
-        if self.padding_idx is not None:
-            frozen = ids == self.padding_idx
-        if held == 0:
-            part = self.weight.new_zeros(ids.shape[0], self.embedding_dim) + self.weight.sum()
-        else:
-            part = F.embedding(here.clamp(0, held - 1), self.weight)
-            if self.padding_idx is not None:
-                part = torch.where(frozen.unsqueeze(1), part.detach(), part)
-            part = part * inside.unsqueeze(1)
-        return leave_rows(part, counts, tuple(input.shape), region)
+_CLASSES: dict[tuple[str, str], type[SplitModule] | ClassFactory] = {}
 
 
-_CLASSES: dict[tuple[str, str], type[SplitModule]] = {
-    ("Linear", "columns"): ColumnLinear,
-    ("Linear", "rows"): RowLinear,
-    ("Embedding", "columns"): ColumnEmbedding,
-    ("Embedding", "vocabulary"): VocabularyEmbedding,
-}
+def register_class(rule: str, role: str, run: type[SplitModule] | ClassFactory) -> None:
+    """Gives a rule's role the class that runs it, or a function from the module's type to that class."""
+    _CLASSES[rule, role] = run
 
 
-def run_class(cut: Cut) -> type[SplitModule]:
+def run_class(cut: Cut, module_type: type[nn.Module]) -> type[SplitModule]:
     """The class that runs a cut module."""
-    return _CLASSES[cut.rule, cut.role]
+    run = _CLASSES[cut.rule, cut.role]
+    return run if isinstance(run, type) else run(module_type)
 
 
 def register_split_rule(
     module_type: type[nn.Module], *, plan: PlanFunction, classes: dict[str, type[SplitModule]], name: str | None = None
 ) -> Callable[[], None]:
-    """Teaches wh.split a module type of yours.
+    """Teaches wh.split a module type of yours: exactly this type, not its subclasses.
 
-    plan(module, name, context) returns the Cuts (which parameters, along which dimension, in which widths); classes gives
-    for each role the class that runs the shard: a subclass of (SplitModule, module_type) whose forward asks comm.rows for
-    its input. Returns a function that takes the rule back.
+    plan(module, name, context) returns the Cuts of the module: a role of your choice, the units that each rank takes
+    (planning.layout.balanced shares them out), and for each parameter that is cut its Shard. Parameters without one
+    stay whole. It runs on every rank before anything is changed and must not depend on the rank.
+    classes: for each role the class that runs the shards: a subclass of (SplitModule, module_type) whose forward brings
+    its input into the region with comm.rows (enter_rows, enter_columns) and gives `self._columns(...)` or
+    leave_rows(...).
+    A whole parameter that it applies to its part of the features is read through comm.rows.partial_parameter.
+    Returns a function that takes the rule back.
     """
-    from whale_torch.planning import rules
-
     name = name or f"{module_type.__module__}.{module_type.__qualname__}"
-    before = rules._RULES.get(module_type)
-    register_rule(module_type, SplitRule(name, plan))
-    _CLASSES.update({(name, role): cls for role, cls in classes.items()})
+    before = register_rule(module_type, SplitRule(name, plan))
+    for role, run in classes.items():
+        register_class(name, role, run)
 
     def take_back() -> None:
-        rules._RULES.pop(module_type)
-        if before is not None:
-            rules._RULES[module_type] = before
+        unregister_rule(module_type, before)
         for role in classes:
-            _CLASSES.pop((name, role))
+            del _CLASSES[name, role]
 
     return take_back

@@ -1,0 +1,51 @@
+"""A random stream of this rank's own, for memory that differs between the ranks of a region."""
+
+from __future__ import annotations
+
+import torch
+
+from whale_torch.comm.region import Region
+
+__all__ = ["LocalRandom"]
+
+
+class LocalRandom:
+    """Between `begin` and `end`, torch's global generator of a device is seeded with this rank's place.
+
+    The seed is drawn from the global CPU stream, which the region's ranks share only where they are fed the same rows:
+    so equal streams give different masks, a recomputation replays them, and afterwards the streams are equal again
+    however much each rank drew.
+    """
+
+    def __init__(self, region: Region, device: torch.device):
+        self._region, self._device = region, device
+        self._before: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Leaves the shared stream."""
+        seed = int(torch.randint(1 << 62, ())) + self._region.columns.rank
+        if self._device.type == "cpu":
+            self._before = torch.get_rng_state()
+            torch.default_generator.manual_seed(seed)
+        else:
+            module = torch.get_device_module(self._device)
+            self._before = module.get_rng_state(self._device)
+            module.manual_seed(seed)
+
+    def end(self) -> None:
+        """Returns to the shared stream; a second call does nothing."""
+        if self._before is None:
+            return
+        if self._device.type == "cpu":
+            torch.set_rng_state(self._before)
+        else:
+            module = torch.get_device_module(self._device)
+            module.set_rng_state(self._before, self._device)
+        self._before = None
+
+    def __enter__(self) -> LocalRandom:
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
