@@ -130,7 +130,7 @@ def _check_first_time(model: nn.Module) -> None:
     if is_parallelized(model):
         found = next((place.name for p in model.parameters() if (place := place_of(p))), None)
         raise PlanError(
-            f"this {type(model).__name__} belongs to a parallelized model" + (f" (as its '{found}')." if found else "."),
+            f"this {model._get_name()} belongs to a parallelized model" + (f" (as its '{found}')." if found else "."),
             fix="call wh.parallelize once, on the outermost module",
         )
 

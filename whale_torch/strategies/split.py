@@ -80,7 +80,9 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
     for name, cut in cuts.items():
         parameter = parameters[name]
         if tuple(parameter.shape) == cut.shard.shape and tuple(parameter.shape) != cut.shard.local_shape(cut.index):
+            grad, parameter.grad = parameter.grad, None
             parameter.data = cut.shard.cut(parameter.data, cut.index)
+            parameter.grad = None if grad is None else cut.shard.cut(grad, cut.index)
         set_place(parameter, ParameterPlace(name, cut.copies, cut.shard, cut.parts, cut.site, mesh.everyone()))
     graph_of = {name: graph for graph in plan.taskgraphs for name in graph.modules}
     regions: dict[int, Region] = {}
