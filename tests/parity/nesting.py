@@ -322,13 +322,13 @@ def _bridge(name: str, factor: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reducer_sum() -> Iterator[None]:
-    from whale_torch.comm.reduction import Pending, Reduction
+    from whale_torch.comm.reduction import Reduction
 
     start = Reduction.start
 
-    def summed(self: Reduction, *args: Any) -> Pending:
-        pending = start(self, *args)
-        return Pending(lambda: pending.wait() * self.copies.size)
+    def summed(self: Reduction, *args: Any) -> Any:
+        wait = start(self, *args)
+        return lambda: wait() * self.copies.size
 
     with mock.patch.object(Reduction, "start", summed):
         yield

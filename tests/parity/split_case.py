@@ -28,9 +28,10 @@ WIDTH = 6
 class Classifier(nn.Module):
     """Replicated features, a split classifier; with a loss of its own if `use` is set. layout: see `build`."""
 
-    def __init__(self, layout: str, num_classes: int, *, bias: bool = True, **options: Any):
+    def __init__(self, layout: str, num_classes: int, *, bias: bool = True, summed: bool = False, **options: Any):
         super().__init__()
-        self.features = nn.Linear(5, WIDTH)
+        with wh.replica(loss="sum") if summed else wh.replica():
+            self.features = nn.Linear(5, WIDTH)
         self.use: Use | None = None
         if layout == "mixed":  # twins that share a feed, and several feeds, in the region of fc
             with wh.replica(), wh.split(size=2):

@@ -247,6 +247,25 @@ def test_gathered_forms(layout: str, inside: bool) -> None:
         assert {name: error for name, error in errors.items() if not error < BAR} == {}
 
 
+def _summed(rank: int, n: int, layout: str, inside: bool) -> dict[str, float]:
+    """wh.replica(loss="sum"): the losses of the feeds are added up, and a loss that a group shares counts once."""
+    case = build(rank, n, layout, 6, [3, 2], summed=True)
+    uses: dict[str, Use] = {
+        "sum": _sum,
+        "none": lambda z, y: F.cross_entropy(z, y, reduction="none").sum(),
+        "gathered": lambda z, y: F.nll_loss(F.log_softmax(z, -1), y, reduction="sum"),
+        "mean": lambda z, y: F.cross_entropy(z, _marked(y)),
+    }
+    return {name: compare(case, use, whole_batch=True, inside=inside) for name, use in uses.items()}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("layout", ["own", "groups", "shared"])
+def test_losses_of_a_sum(layout: str, inside: bool) -> None:
+    for errors in world(4, _summed, layout, inside):
+        assert {name: error for name, error in errors.items() if not error < BAR} == {}
+
+
 # ---- memory: the gradient is written over logits that nobody holds
 
 

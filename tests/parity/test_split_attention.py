@@ -29,15 +29,33 @@ class Attention(Model):
     rows = 8
 
     def __init__(
-        self, scope: Any, heads: int = 4, batch_first: bool = True, cross: bool = False, padding: str = "", mask: str = "",
-        weights: str = "", causal: bool = False, bias: bool = True, other: tuple[int, int] | None = None,
-    ):  # fmt: skip
+        self,
+        scope: Any,
+        heads: int = 4,
+        batch_first: bool = True,
+        cross: bool = False,
+        padding: str = "",
+        mask: str = "",
+        weights: str = "",
+        causal: bool = False,
+        bias: bool = True,
+        other: tuple[int, int] | None = None,
+    ):
         super().__init__()
         key, value = other or (WIDTH, WIDTH)
-        self.query, self.memory, self.memory_value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, key), nn.Linear(WIDTH, value)
+        self.query, self.memory, self.memory_value = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, key),
+            nn.Linear(WIDTH, value),
+        )
         with scope():
             self.attention = nn.MultiheadAttention(
-                WIDTH, heads, batch_first=batch_first, bias=bias, kdim=None if other is None else key, vdim=None if other is None else value
+                WIDTH,
+                heads,
+                batch_first=batch_first,
+                bias=bias,
+                kdim=None if other is None else key,
+                vdim=None if other is None else value,
             )
         self.heads, self.batch_first, self.cross = heads, batch_first, cross
         self.padding, self.mask, self.weights, self.causal = padding, mask, weights, causal
@@ -48,7 +66,11 @@ class Attention(Model):
     @staticmethod
     def batch(rows: int) -> tuple[Any, ...]:
         g = torch.Generator().manual_seed(3)
-        return torch.randn(rows, LENGTH, WIDTH, generator=g), torch.randn(rows, SOURCE, WIDTH, generator=g), torch.arange(rows)
+        return (
+            torch.randn(rows, LENGTH, WIDTH, generator=g),
+            torch.randn(rows, SOURCE, WIDTH, generator=g),
+            torch.arange(rows),
+        )
 
     dims = (0, 0, 0)
 
@@ -69,9 +91,15 @@ class Attention(Model):
         q = lift(q)
         k, v = (lift(k), lift(v)) if self.cross else (q, q)
         out, weights = self.attention(
-            q, k, v, key_padding_mask=padding, attn_mask=mask, need_weights=bool(self.weights),
-            average_attn_weights=self.weights != "all", is_causal=self.causal,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            key_padding_mask=padding,
+            attn_mask=mask,
+            need_weights=bool(self.weights),
+            average_attn_weights=self.weights != "all",
+            is_causal=self.causal,
+        )
         return (lift(out), weights) if self.weights else lift(out)
 
     def attention_mask(self, number: Tensor, source: int) -> Tensor | None:

@@ -12,9 +12,9 @@ __all__ = ["LocalRandom"]
 class LocalRandom:
     """Between `begin` and `end`, torch's global generator of a device is seeded with this rank's place.
 
-    The seed is drawn from the global CPU stream, which the region's ranks share only where they are fed the same rows: so
-    equal streams give different masks, a recomputation replays them, and afterwards the streams are equal again however
-    much each rank drew.
+    The seed is drawn from the global CPU stream, which the region's ranks share only where they are fed the same rows:
+    so equal streams give different masks, a recomputation replays them, and afterwards the streams are equal again
+    however much each rank drew.
     """
 
     def __init__(self, region: Region, device: torch.device):
@@ -39,7 +39,8 @@ class LocalRandom:
         if self._device.type == "cpu":
             torch.set_rng_state(self._before)
         else:
-            torch.get_device_module(self._device).set_rng_state(self._before, self._device)
+            module = torch.get_device_module(self._device)
+            module.set_rng_state(self._before, self._device)
         self._before = None
 
     def __enter__(self) -> LocalRandom:

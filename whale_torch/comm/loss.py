@@ -71,6 +71,10 @@ class _Problem:
         weight = options.weight
         self.my_weight = None if weight is None else weight.narrow(0, place.first, width).to(dtype).contiguous()
         self.divisor: _Divisor | None = None
+        self.sum_scale = 1.0
+        call = place.call or place.region.call
+        if call is not None and call.summed:  # the feeds' losses are added up; this one is theirs together
+            self.sum_scale = (1.0 if place.call is None else call.num_feeds) / place.region.rows.size
 
     def statistics(self) -> tuple[int, Tensor | None, bool]:
         """Arguments of ops.softmax_stats behind the targets."""
@@ -100,7 +104,7 @@ class _Problem:
             per_row = gather_feeds(grad.contiguous(), self.place.counts, region, "cross_entropy's backward")
             per_row = per_row / region.rows.size
         elif self.divisor is None:
-            per_row = grad
+            per_row = grad * self.sum_scale
         else:
             divisor = self.divisor()
             per_row = torch.where(divisor == 0, 0.0, grad / divisor).to(grad.dtype)

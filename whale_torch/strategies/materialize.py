@@ -47,9 +47,10 @@ def materialize(
     """Gives every meta parameter and buffer its initial values; at most one module's tensors are whole at a time.
 
     cuts: by a parameter's first name, its shard and this rank's number among the parts. Members come first, since a
-    container's reset may overwrite theirs (nn.MultiheadAttention); a tied parameter is drawn where it is named first. init_fn(module) replaces reset_parameters() where a
-    model has an initialiser of its own; it is called on every module that holds meta tensors, containers included.
-    given: names whose memory is only made, since their values come from a state dict.
+    container's reset may overwrite theirs (nn.MultiheadAttention); a tied parameter is drawn where it is named first.
+    init_fn(module) replaces reset_parameters() where a model has an initialiser of its own; it is called on every
+    module that holds meta tensors, containers included. given: names whose memory is only made, since their values come
+    from a state dict.
     Raises PlanError, with the model as it was, where an initialiser leaves a tensor unset, replaces a parameter, or
     changes what it must not: values of a member that is cut already, or that had memory before.
     """
@@ -100,11 +101,11 @@ class _Materialize:
         real = nn.Parameter(data, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)  # swapping takes a user's marks along
         try:
-            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(parameter, real)
         except RuntimeError as error:
             raise PlanError(
                 f"parameter '{_full(name, key)}' on the meta device cannot be given memory: {error}",
-                fix="call wh.parallelize before anything keeps a weak reference to the parameters, or a graph over them",
+                fix="call wh.parallelize before anything keeps a weak reference to the parameters or a graph over them",
             ) from error
         self._swapped.append((parameter, real))
 
@@ -173,7 +174,7 @@ class _Materialize:
     def undo(self) -> None:
         """Gives every parameter and buffer back as it was."""
         for parameter, real in reversed(self._swapped):
-            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(parameter, real)
         for module, parameters, buffers in self._held:
             module._parameters.update(parameters)
             module._buffers.update(buffers)

@@ -45,7 +45,7 @@ class CopiedRuntime:
         def leave(x: Tensor) -> Tensor:
             x = x.rows() if isinstance(x, Columns) else x
             if trained and x.requires_grad:
-                x.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+                x.register_hook(_refuse_gradient)
             return x
 
         return map_tensors(forward(model, *args, **kwargs), leave)
