@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,11 +17,13 @@ from whale_torch.checkpoint.plain import Weights, read_weights
 from whale_torch.cluster import Cluster
 from whale_torch.comm.drift import watch_optimizers
 from whale_torch.comm.registry import place_of
-from whale_torch.errors import PlanError
+from whale_torch.errors import PlanError, WhaleError
 from whale_torch.mesh import Mesh, start
 from whale_torch.optim import guard
+from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan
+from whale_torch.rehearsal import rehearse
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
@@ -32,6 +36,8 @@ from whale_torch.strategies.state_hooks import attach_state_hooks
 
 __all__ = ["parallelize", "plan"]
 
+T = TypeVar("T")
+
 
 def plan(model: nn.Module, *, cluster: Cluster | None = None, sample_inputs: object = None, default: Scope | None = None) -> Plan:
     """The plan of an annotated model for any cluster, without a process group; of a parallelized model, the one in force.
@@ -39,12 +45,15 @@ def plan(model: nn.Module, *, cluster: Cluster | None = None, sample_inputs: obj
     cluster: default one rank. sample_inputs: what one rank would be fed, for byte counts.
     Raises AnnotationError and PlanError as wh.parallelize would.
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"wh.plan takes an nn.Module, got {type(model).__name__}.", fix="wh.plan(model, cluster=...)")
     runtime = model.__dict__.get(KEY)
     if runtime is not None and cluster is None:
         return runtime.current_plan() if isinstance(runtime, Runtime) else runtime.plan
     if runtime is not None:
         raise PlanError("this model is parallelized already; a plan for another cluster needs the model as it was.", fix="plan before wh.parallelize")
-    return make_plan(model, cluster or Cluster.of(), default=_default(default), rows_per_rank=_rows(sample_inputs))
+    made = make_plan(model, cluster or Cluster.of(), default=_default(default), rows_per_rank=_rows(sample_inputs))
+    return made if sample_inputs is None else rehearse(made, model, sample_inputs)
 
 
 def _default(scope: Scope | None) -> tuple[Annotation, ...]:
@@ -78,17 +87,16 @@ def parallelize(
     Raises AnnotationError, PlanError, CheckpointError (weights that do not fit): before the first change to the model,
     with the same text on every rank.
     """
-    _check_first_time(model)
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     mesh = start(device, seconds)
-    made = _decide(model, mesh, cluster, plan, default, _rows(sample_inputs))
-    check_batch_norm(model, made)
-    reader = BatchReader(model, made.batch_dim)
+    made = _decide(model, mesh, cluster, plan, default, sample_inputs)
+    _together(mesh, lambda: check_batch_norm(model, made))
+    reader = _together(mesh, lambda: BatchReader(model, made.batch_dim))
     cuts = cut_parameters(model, made, mesh)
-    state = None if weights is None else read_weights(weights, model)
+    state = None if weights is None else _together(mesh, lambda: read_weights(weights, model))
     if is_meta(model):
         given = state or {}
-        check_can_materialize(model, init_fn, given)
+        _together(mesh, lambda: check_can_materialize(model, init_fn, given))
         shards = {name: (cut.shard, cut.index) for name, cut in cuts.items()}
         materialize(model, shards, seed=seed, init_fn=init_fn, given=given)
     regions = apply_split(model, made, mesh, cuts)
@@ -127,39 +135,61 @@ def _check_first_time(model: nn.Module) -> None:
         )
 
 
-def _decide(model: nn.Module, mesh: Mesh, cluster: Cluster | None, saved: Plan | None, default: Scope | None, rows: int | None) -> Plan:
+def _decide(
+    model: nn.Module, mesh: Mesh, cluster: Cluster | None, saved: Plan | None, default: Scope | None, sample_inputs: object
+) -> Plan:
     """The plan, checked against the ranks that run and equal on all of them."""
-    measured = mesh.cluster
-    if cluster is not None and cluster.ranks_of_nodes != measured.ranks_of_nodes:
-        raise PlanError(
-            f"the cluster described has ranks {list(cluster.ranks_of_nodes)} on its nodes, but {list(measured.ranks_of_nodes)} are running.",
-            fix="describe the running ranks, or use wh.plan for another cluster",
-        )
-    if saved is not None:
-        _check_saved(saved, model, measured)
-        made = saved
-    else:
-        made = make_plan(model, cluster or measured, default=_default(default), rows_per_rank=rows)
-    if mesh.world > 1:
-        digests: list[str] = [""] * mesh.world
-        dist.all_gather_object(digests, made.digest())
-        if len(set(digests)) > 1:
-            odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+
+    def decide() -> Plan:
+        _check_first_time(model)
+        measured = mesh.cluster
+        if cluster is not None and cluster.ranks_of_nodes != measured.ranks_of_nodes:
             raise PlanError(
-                f"ranks {odd} plan another model than rank 0.", ranks=odd,
-                fix="build the same model with the same scopes on every rank; compare print(wh.plan(model, cluster=...)) of two ranks",
-            )  # fmt: skip
+                f"the cluster described has ranks {list(cluster.ranks_of_nodes)} on its nodes, "
+                f"but {list(measured.ranks_of_nodes)} are running.",
+                fix="describe the running ranks, or use wh.plan for another cluster",
+            )
+        if saved is not None:
+            made = check_fit(saved, model, measured, _default(default))
+        else:
+            made = make_plan(model, cluster or measured, default=_default(default), rows_per_rank=_rows(sample_inputs))
+        return made if sample_inputs is None else rehearse(made, model, sample_inputs, rank=mesh.rank)
+
+    made = _together(mesh, decide)
+    digests = _from_all(mesh, made.digest())
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise PlanError(
+            f"ranks {odd} plan another model than rank 0.",
+            ranks=odd,
+            fix="build the same model with the same scopes on every rank; "
+            "compare print(wh.plan(model, cluster=...)) of two ranks",
+        )
     return made
 
 
-def _check_saved(saved: Plan, model: nn.Module, measured: Cluster) -> None:
-    if saved.cluster.ranks_of_nodes != measured.ranks_of_nodes:
-        raise PlanError(
-            f"the saved plan is for ranks {list(saved.cluster.ranks_of_nodes)} on its nodes, but {list(measured.ranks_of_nodes)} are running.",
-            fix="make the plan for this cluster: wh.plan(model, cluster=...)",
-        )
-    have = tuple((name, tuple(p.shape)) for name, p in model.named_parameters())
-    if have != saved.parameters:
-        differ = next((pair for pair in zip(saved.parameters, have, strict=False) if pair[0] != pair[1]), None)
-        told = f"the first that differs is {differ[0]} in the plan and {differ[1]} here" if differ else f"{len(saved.parameters)} parameters in the plan, {len(have)} here"
-        raise PlanError(f"the saved plan is for another model: {told}.", fix="make the plan anew: wh.plan(model)")
+def _from_all(mesh: Mesh, value: T) -> list[T]:
+    """Every rank's value, in rank order."""
+    values: list[Any] = [value] * mesh.world
+    if mesh.world > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _together(mesh: Mesh, step: Callable[[], T]) -> T:
+    """Runs a step that may be refused. Raises, on every rank, the error of the first rank that refused it."""
+    error: WhaleError | None = None
+    result: T | None = None
+    try:
+        result = step()
+    except WhaleError as refused:
+        error = refused
+    errors = _from_all(mesh, error)
+    first = next((found for found in errors if found is not None), None)
+    if first is None:
+        return cast(T, result)
+    if all(found is not None and found.what == first.what for found in errors):
+        raise first from error
+    ranks = [rank for rank, found in enumerate(errors) if found is not None]
+    what = f"rank {ranks[0]} was refused, and not every rank with it: {first.what}"
+    raise type(first)(what, where=first.where, fix=first.fix, ranks=ranks) from error

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from whale_torch.errors import PlanError
 
 __all__ = ["Cluster"]
+
+
+@lru_cache(maxsize=64)
+def _nodes_of(ranks_of_nodes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(node for node, count in enumerate(ranks_of_nodes) for _ in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +39,16 @@ class Cluster:
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.ranks_of_nodes or min(self.ranks_of_nodes) < 1:
+        counts = self.ranks_of_nodes
+        if not counts or not all(type(count) is int and count > 0 for count in counts):
             raise PlanError(
-                f"a cluster needs at least one rank on each node, got ranks_of_nodes={self.ranks_of_nodes}.",
-                fix="Cluster.of(nodes=8, ranks_per_node=8)",
+                f"a cluster needs at least one rank on each node, got ranks_of_nodes={counts!r}.",
+                fix="wh.Cluster.of(nodes=8, ranks_per_node=8), or wh.Cluster(ranks_of_nodes=(8, 8, 4))",
             )
+        for name in ("inter_node_bytes_per_s", "intra_node_bytes_per_s", "flops_per_s", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise PlanError(f"a cluster's {name} is a positive number, got {value!r}.", fix=f"wh.Cluster.of(..., {name}=1e9)")
 
     @staticmethod
     def of(nodes: int = 1, ranks_per_node: int = 1, **options: Any) -> Cluster:
@@ -55,22 +68,53 @@ class Cluster:
         """Ranks of each node where all nodes are equal, else None."""
         return self.ranks_of_nodes[0] if len(set(self.ranks_of_nodes)) == 1 else None
 
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Node of each rank."""
+        return _nodes_of(self.ranks_of_nodes)
+
     def node_of(self, rank: int) -> int:
         """Number of the node that `rank` runs on."""
-        for node, count in enumerate(self.ranks_of_nodes):
-            if rank < count:
-                return node
-            rank -= count
-        raise AssertionError("rank outside the cluster")
+        return self.nodes[rank]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"ranks_of_nodes": list(self.ranks_of_nodes)}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Cluster:
+        """A cluster from what `to_json` gave; what is left out has its default.
+
+        Raises PlanError for a name that no field of a cluster has.
+        """
+        known = {field.name for field in fields(Cluster)}
+        if not isinstance(data, dict) or "ranks_of_nodes" not in data or set(data) - known:
+            found = sorted(set(data) - known) if isinstance(data, dict) else type(data).__name__
+            raise PlanError(
+                f"this describes no cluster: {found} beside {sorted(known)}." if found else "this describes no cluster: it has no ranks_of_nodes.",
+                fix='write {"ranks_of_nodes": [8, 8], "device": "cuda"}, or use cluster.save(path)',
+            )  # fmt: skip
         return Cluster(**{**data, "ranks_of_nodes": tuple(data["ranks_of_nodes"])})
 
+    def save(self, path: str | Path) -> None:
+        """Writes the cluster as readable JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Cluster:
+        """Reads a cluster that `save` or a person wrote. Raises PlanError where the file describes none."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{path} is no JSON: {error}.", fix='write {"ranks_of_nodes": [8, 8], "device": "cuda"}') from error
+        return Cluster.from_json(data)
+
     def __str__(self) -> str:
-        each = self.ranks_per_node
-        ranks = f"{self.num_nodes} nodes x {each} ranks" if each else f"{self.num_ranks} ranks on nodes of {list(self.ranks_of_nodes)}"
+        each, nodes = self.ranks_per_node, self.num_nodes
+        if nodes == 1:
+            return f"1 node x {_counted(self.num_ranks, 'rank')}, {self.device}"
+        ranks = f"{nodes} nodes x {_counted(each, 'rank')}" if each else f"{self.num_ranks} ranks on nodes of {list(self.ranks_of_nodes)}"
         return f"{ranks}, {self.device}, {self.inter_node_bytes_per_s * 8 / 1e9:.3g} Gbit/s between nodes"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import socket
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -14,7 +17,7 @@ import torch.distributed as dist
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 
-__all__ = ["Group", "Mesh", "start"]
+__all__ = ["Group", "Mesh", "Surroundings", "start", "surroundings"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -31,12 +34,17 @@ class Group:
         self.size = len(ranks)
         self.process_group = process_group
         self.sequence = 0
-        self.sent_bytes = 0.0
         self.num_calls = 0
+        self.sent_by: dict[str, float] = {}
 
-    def count(self, sent_bytes: float) -> None:
-        """Notes one collective and the bytes this rank sends in it."""
-        self.sent_bytes += sent_bytes
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes this rank has sent in all collectives of the group so far."""
+        return sum(self.sent_by.values())
+
+    def count(self, sent_bytes: float, operation: str) -> None:
+        """Notes one collective of an operation and the bytes this rank sends in it."""
+        self.sent_by[operation] = self.sent_by.get(operation, 0.0) + sent_bytes
         self.num_calls += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
@@ -49,44 +57,76 @@ class Group:
         return f"Group({self.name}, ranks {list(self.ranks)})"
 
 
+class _Pool:
+    """Groups that the models of one process share: they live as long as the world's own group."""
+
+    def __init__(self) -> None:
+        self.world: object = None
+        self.groups: dict[tuple[Any, ...], Group] = {}
+
+    def of_this_world(self) -> dict[tuple[Any, ...], Group]:
+        if self.world is not dist.group.WORLD:
+            self.world, self.groups = dist.group.WORLD, {}
+        return self.groups
+
+
+_pool = _Pool()
+PRIVATE_CHANNELS = ("gradients", "sparse gradients")
+"""Channels whose order of messages only one model knows: its groups are never shared with another model."""
+
+
 class Mesh:
-    """All groups of one process: made on all ranks in one order, each block of ranks once.
+    """All groups of one model: made on all ranks in one order, each block of ranks once a channel.
 
     Raises PlanError where the blocks do not cut the world.
     """
 
     def __init__(self, rank: int, world: int, device: torch.device, cluster: Cluster, timeout: timedelta):
         self.rank, self.world, self.device, self.cluster, self.timeout = rank, world, device, cluster, timeout
-        self._groups: dict[tuple[str, tuple[tuple[int, ...], ...]], Group] = {}
+        self._groups: dict[tuple[Any, ...], Group] = {}
 
     def group(self, name: str, blocks: tuple[tuple[int, ...], ...], *, channel: str = "") -> Group:
         """The block of `blocks` that holds this rank; every rank calls it with the same blocks.
 
         channel: blocks on different channels never wait for each other (gradients beside activations).
         """
-        key = (channel, blocks)
-        if key not in self._groups:
+        private = channel.startswith(PRIVATE_CHANNELS) or self.world == 1
+        groups = self._groups if private else self._shared()
+        key = (channel, blocks, self.device.type, self.timeout)
+        if key not in groups:
             mine: Group | None = None
             for block in blocks:
-                process_group = None
-                if len(block) > 1:
-                    process_group = dist.new_group(list(block), timeout=self.timeout, backend=_backend(self.device))
+                process_group = self._join(block) if len(block) > 1 else None
                 if self.rank in block:
                     mine = Group(name, block, self.rank, process_group)
             if mine is None:
                 raise AssertionError(f"rank {self.rank} is in none of {blocks}")
-            self._groups[key] = mine
-        return self._groups[key]
+            groups[key] = mine
+        return groups[key]
+
+    def _shared(self) -> dict[tuple[Any, ...], Group]:
+        return _pool.of_this_world()
+
+    def _join(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Makes one group; ranks outside it take part, since all count the groups made so far."""
+        # new_group does not inherit the time-out of the world's group
+        group: dist.ProcessGroup | None = dist.new_group(list(block), timeout=self.timeout, backend=_backend(self.device))
+        return group
+
+    def groups(self) -> list[Group]:
+        """The groups of this model, and those it may share with other models."""
+        return [*self._groups.values(), *([] if self.world == 1 else self._shared().values())]
 
     def everyone(self, *, channel: str = "") -> Group:
         return self.group("world", (tuple(range(self.world)),), channel=channel)
 
 
-def _backend(device: torch.device) -> str:
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS.get(device.type, 'nccl')}"
-
-
 _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+
+
+def _backend(device: torch.device) -> str:
+    """Small host-side messages always travel by gloo, so that no device is waited for."""
+    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
 
 
 def _ask_store(key: str, value: str | None = None) -> str | None:
@@ -116,31 +156,62 @@ def failure_of(group: Group, rank: int) -> str | None:
     return _ask_store(f"whale/failure/{rank}")
 
 
+_failed: list[int] = []
+
+
 def _note_failures(rank: int) -> None:
     """Lets an error that ends this process be read by the ranks that wait for it."""
     earlier = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _failed.append(rank)
         _ask_store(f"whale/failure/{rank}", f"{kind.__name__}: {error}")
         earlier(kind, error, trace)
 
     sys.excepthook = hook
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a launcher told this process, without joining anything: None where it said nothing. cores: usable here."""
+
+    rank: int | None
+    world: int | None
+    node: int | None
+    local_world: int | None
+    cores: int
+
+
+def surroundings() -> Surroundings:
+    """The environment as torchrun writes it, and the cores of this process."""
+
+    def read(name: str) -> int | None:
+        return _integer(name, 0) if name in os.environ else None
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Surroundings(read("RANK"), read("WORLD_SIZE"), read("GROUP_RANK"), read("LOCAL_WORLD_SIZE"), cores)
+
+
+def _end() -> None:
+    """Leaves the world at the end of the process, so that nothing is leaked or warned about.
+
+    After an error the other ranks may never come: then the process just ends.
+    """
+    if dist.is_initialized() and not _failed:
+        _pool.groups.clear()
+        dist.destroy_process_group()
+
+
 def start(device: torch.device | str | None = None, timeout: timedelta | None = None) -> Mesh:
     """Joins the ranks that torchrun started (one process alone otherwise) and says what cluster they form.
 
-    device: this rank's; default cuda:LOCAL_RANK where CUDA is there, else cpu.
-    Raises PlanError where a running process group contradicts torchrun's environment.
+    A process group that the script started itself is used as it is. device: this rank's; default cuda:LOCAL_RANK where
+    CUDA is there, else cpu. Raises PlanError for a device without a way to communicate, for an environment that names
+    a world but no rank, and where ranks of one node are not numbered side by side.
     """
     timeout = timeout or DEFAULT_TIMEOUT
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device is None:
-        device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    world = dist.get_world_size() if dist.is_initialized() else _integer("WORLD_SIZE", 1)
+    device = _device(device, world)
     if not dist.is_initialized():
         if world == 1:
             return Mesh(0, 1, device, Cluster.of(device=device.type), timeout)
@@ -148,20 +219,53 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
             raise PlanError(f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py")
         dist.init_process_group(_backend(device), timeout=timeout)
         _note_failures(dist.get_rank())
-    rank, world = dist.get_rank(), dist.get_world_size()
+        atexit.register(_end)
+    rank = dist.get_rank()
     return Mesh(rank, world, device, _cluster_of_world(world, device), timeout)
 
 
+def _integer(name: str, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal() or int(value) < (1 if name.endswith("SIZE") else 0):
+        raise PlanError(f"the environment says {name}={value!r}, which is no number of ranks.", fix="start with torchrun --nproc-per-node N script.py")
+    return int(value)
+
+
+def _device(asked: torch.device | str | None, world: int) -> torch.device:
+    local_rank = _integer("LOCAL_RANK", 0)
+    if asked is None:
+        asked = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(asked)
+    if device.type == "meta" or (world > 1 and device.type not in ("cpu", *_DEVICE_BACKENDS)):
+        raise PlanError(
+            f"{world} ranks cannot train on device '{device}'.", fix=f"device= one of cpu, {', '.join(_DEVICE_BACKENDS)}"
+        )  # fmt: skip
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    index = local_rank if device.index is None else device.index
+    if index >= count:
+        raise PlanError(
+            f"this rank wants cuda:{index} (LOCAL_RANK {local_rank}), but torch sees {count} CUDA devices.",
+            fix=f"start at most {count} ranks a node (torchrun --nproc-per-node), or pass device=",
+        )  # fmt: skip
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
 def _cluster_of_world(world: int, device: torch.device) -> Cluster:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    counts: list[int | None] = [None] * world
+    """Which ranks share a node: by torchrun's numbers, or by host name where another launcher started them."""
     if world == 1:
         return Cluster.of(device=device.type)
-    dist.all_gather_object(counts, (int(os.environ.get("GROUP_RANK", dist.get_rank() // max(local, 1))), local))
-    nodes: dict[int, int] = {}
-    for node, _ in counts:  # type: ignore[misc]
-        nodes[node] = nodes.get(node, 0) + 1
-    ordered = [node for node, _ in counts]  # type: ignore[misc]
-    if ordered != sorted(ordered):
-        raise PlanError(f"ranks of one node are not numbered side by side: nodes of ranks 0.. are {ordered}.", fix="start the ranks with torchrun")
-    return Cluster(tuple(nodes[node] for node in sorted(nodes)), device=device.type)
+    mine = os.environ.get("GROUP_RANK") or socket.gethostname()
+    nodes: list[str | None] = [None] * world
+    dist.all_gather_object(nodes, mine)
+    in_order = list(dict.fromkeys(nodes))
+    blocks = [node for node in in_order for _ in range(nodes.count(node))]
+    if nodes != blocks:
+        raise PlanError(
+            f"ranks of one node are not numbered side by side: ranks 0 to {world - 1} are on nodes {nodes}.",
+            fix="start the ranks with torchrun",
+        )  # fmt: skip
+    return Cluster(tuple(nodes.count(node) for node in in_order), device=device.type)

@@ -135,7 +135,14 @@ def _report_cell(report: Report, cell: Cell, summaries: dict[str, Summary], erro
         own = summaries[name]
         losses.append(max(abs(a - b) for a, b in zip(own.values, flat.values, strict=True)))
         half = name.endswith("half")
-        limit = limit_ms(cell.ranks, cell.batch, split=name in FAST, wire_bytes=2 if half else 4)
+        limit = limit_ms(
+            cell.ranks,
+            cell.batch,
+            split=name in FAST,
+            wire_bytes=2 if half else 4,
+            two_level=name not in ("flat", "ddp"),
+            overlap=name != "flat",
+        )
         rows.append(
             [
                 VARIANTS[name],

@@ -90,20 +90,22 @@ class Scale:
         return nn.Linear(self.width, self.classes)
 
 
-def limit_ms(ranks: int, batch: int, *, split: bool, wire_bytes: int) -> float:
-    """What a step cannot beat on the real cluster, in ms: compute, bytes on a node's link, best overlap.
+def limit_ms(
+    ranks: int, batch: int, *, split: bool, wire_bytes: int, two_level: bool = True, overlap: bool = True
+) -> float:
+    """What a step cannot beat on the real cluster, in ms: compute and the bytes of a node's link.
 
-    Data parallelism (split=False): one ring over all gradients after backward. Split: the features' gradients,
-    two-level, hidden behind their backward; features and their gradients cross once each as fp32. wire_bytes: of a
-    gradient element.
+    split: only the features' gradients are reduced, and features and their gradients cross once each, as fp32; else
+    all gradients are reduced. wire_bytes: of a gradient element. two_level: the reduction crosses links once a node,
+    else it is one ring over all ranks. overlap: it is hidden behind backward as far as it can be.
     """
     nodes, compute = ranks // GPUS_PER_NODE, IMAGE_S * batch
-    features = sum(parameters for parameters, _ in resnet50_blocks())
-    head = (WIDTH + 1) * CLASSES
     if nodes == 1:
         return compute * 1e3
-    if not split:
-        return 1e3 * (compute + 2 * (ranks - 1) / ranks * (features + head) * wire_bytes * 8 / LINK_BITS)
-    reduce = 2 * (nodes - 1) / nodes * features * wire_bytes * 8 / LINK_BITS
-    bridges = 2 * (ranks - GPUS_PER_NODE) * batch * WIDTH * 4 * 8 / LINK_BITS
-    return 1e3 * (compute / 3 + bridges + max(compute * 2 / 3, reduce))
+    features = sum(parameters for parameters, _ in resnet50_blocks())
+    reduced = features if split else features + (WIDTH + 1) * CLASSES
+    groups = nodes if two_level else ranks
+    wire = 2 * (groups - 1) / groups * reduced * wire_bytes * 8 / LINK_BITS
+    bridges = 2 * (ranks - GPUS_PER_NODE) * batch * WIDTH * 4 * 8 / LINK_BITS if split else 0.0
+    backward = compute * 2 / 3
+    return 1e3 * (compute / 3 + bridges + (max(backward, wire) if overlap else backward + wire))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import whale_torch as wh
 from whale_torch.state import full_tensor
 
-__all__ = ["BAR", "MUTATIONS", "Case", "Net", "Part", "compare", "difference", "nested", "own", "random_case", "replica", "train_all"]
+__all__ = ["BAR", "MUTATIONS", "Case", "Net", "Part", "annotate", "batches", "compare", "difference", "loss_of", "nested", "own", "random_case", "replica", "train_all"]
 
 BAR = 2e-5
 Options = tuple[tuple[str, Any], ...]
@@ -169,7 +169,7 @@ def _scope(scope: tuple[str, Options]) -> Any:
     return getattr(wh, kind)(**dict(options))
 
 
-def _batches(case: Case, steps: int) -> list[tuple[Tensor, ...]]:
+def batches(case: Case, steps: int) -> list[tuple[Tensor, ...]]:
     """Whole batches: inputs, then the labels of each head."""
     draw = torch.Generator().manual_seed(case.seed + 1)
     rows = sum(case.rows)
@@ -185,7 +185,7 @@ def _batches(case: Case, steps: int) -> list[tuple[Tensor, ...]]:
     return out
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, ...], case: Case) -> Tensor:
+def loss_of(model: nn.Module, batch: tuple[Tensor, ...], case: Case) -> Tensor:
     x, *targets = batch
     if case.loss == "inside":
         return model(x, *targets)
@@ -229,7 +229,7 @@ def train(rank: int, n: int, case: Case, mutation: str | None = None, steps: int
 
 def _steps(model: nn.Module, case: Case, mine: slice, steps: int, n: int) -> dict[str, Any]:
     found: dict[str, Any] = {"loss": [], "grad": [], "rows": mine.stop - mine.start}
-    batches = iter(_batches(case, 2 * steps * case.accumulate + 1))
+    stream = iter(batches(case, 2 * steps * case.accumulate + 1))
     optimizers = [lambda p: torch.optim.SGD(p, 0.2, momentum=0.5), lambda p: torch.optim.Adam(p, 0.02, eps=1e-3)]
     for make in optimizers:
         optimizer = make([p for p in model.parameters() if p.requires_grad])
@@ -238,14 +238,14 @@ def _steps(model: nn.Module, case: Case, mine: slice, steps: int, n: int) -> dic
             for i in range(case.accumulate):
                 quiet = n and case.no_sync and i + 1 < case.accumulate
                 with wh.no_sync(model) if quiet else contextlib.nullcontext():
-                    loss = _loss(model, tuple(t[mine] for t in next(batches)), case)
+                    loss = loss_of(model, tuple(t[mine] for t in next(stream)), case)
                     loss.backward()
                     found["loss"].append(float(loss.detach()))
             found["grad"].append(_state(model, grad=True))
             optimizer.step()
     model.eval()
     with torch.no_grad():
-        found["out"] = model(next(batches)[0][mine])
+        found["out"] = model(next(stream)[0][mine])
     found["parameters"] = _state(model, grad=False)
     return found
 
@@ -322,13 +322,13 @@ def _bridge(name: str, factor: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reducer_sum() -> Iterator[None]:
-    from whale_torch.comm.reduction import Pending, Reduction
+    from whale_torch.comm.reduction import Reduction
 
     start = Reduction.start
 
-    def summed(self: Reduction, *args: Any) -> Pending:
-        pending = start(self, *args)
-        return Pending(lambda: pending.wait() * self.copies.size)
+    def summed(self: Reduction, *args: Any) -> Any:
+        wait = start(self, *args)
+        return lambda: wait() * self.copies.size
 
     with mock.patch.object(Reduction, "start", summed):
         yield
@@ -347,7 +347,7 @@ def _own_count() -> Iterator[None]:
     """Means over ignored labels divided by the region's own count."""
     from whale_torch.comm import loss
 
-    def mine(self: Any, mine: Tensor, copies: Any, call: Any, region: Any) -> None:
+    def mine(self: Any, mine: Tensor, *_: Any) -> None:
         self.mine = mine
 
     with mock.patch.object(loss._Divisor, "__init__", mine), mock.patch.object(loss._Divisor, "__call__", lambda self: self.mine):
@@ -357,9 +357,12 @@ def _own_count() -> Iterator[None]:
 @contextlib.contextmanager
 def _own_seed() -> Iterator[None]:
     """Each rank's own loss gradient instead of the mean over the ranks that computed the loss."""
-    from whale_torch.comm import loss
+    from whale_torch.comm.bridge import MeanSeed
 
-    with mock.patch.object(loss, "mean_seed", lambda grad, region: grad * (1 + region.columns.index)):
+    def own(ctx: Any, grad: Tensor) -> Any:
+        return grad * (1 + ctx.region.columns.index), None
+
+    with mock.patch.object(MeanSeed, "backward", staticmethod(own)):
         yield
 
 

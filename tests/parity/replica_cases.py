@@ -221,6 +221,7 @@ def train(model: nn.Module, case: Case, batch: Batch, *, steps: int = 1, lr: flo
 def error(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
     """Largest error over that gradient's largest value, or 1 % of the model's largest; None must meet None."""
     assert found.keys() == expected.keys()
+    found, expected = _dense(found), _dense(expected)
     most = max((float(e.abs().max()) for e in expected.values() if e is not None and e.numel()), default=0.0)
     worst = 0.0
     for name, e in expected.items():
@@ -228,13 +229,15 @@ def error(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -
         assert (f is None) == (e is None), f"{name}: {'None' if f is None else 'a gradient'} on the rank, not so in one process"
         if f is None or e is None or not e.numel():
             continue
-        if f.is_sparse or e.is_sparse:
-            f, e = f.to_dense(), e.to_dense()
         assert f.shape == e.shape and f.dtype == e.dtype
         scale = max(float(e.abs().max()), 0.01 * most, 1e-30)
         difference = (f - e).abs().max()
         worst = max(worst, float(difference) / scale if bool(torch.isfinite(difference)) else float("inf"))
     return worst
+
+
+def _dense(values: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: v.to_dense() if v is not None and v.is_sparse else v for name, v in values.items()}
 
 
 def same_on_all_ranks(results: list[dict[str, Tensor | None]]) -> bool:

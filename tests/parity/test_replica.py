@@ -213,6 +213,11 @@ class Signed(nn.Module):
         return {"logits": logits, "loss": None if labels is None else F.cross_entropy(logits, labels)}
 
 
+def _triple(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(3.0)
+
+
 def surface_rank(rank: int, n: int) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = Signed()
@@ -224,7 +229,7 @@ def surface_rank(rank: int, n: int) -> dict[str, Any]:
     early = plain.net[0].weight
     early.register_post_accumulate_grad_hook(lambda p: seen.append("early"))
     model = wh.parallelize(plain)
-    model.net[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(3.0))
+    model.net[0].weight.register_post_accumulate_grad_hook(_triple)
     batch = share(batch_of(8), [4] * n, rank)
     model(x=batch[0], scale=1.0, labels=batch[1])["loss"].backward()
     after = (repr(model), list(model.state_dict()), inspect.signature(model.forward), model.forward.__doc__)

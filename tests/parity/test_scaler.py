@@ -10,7 +10,7 @@ from torch import nn
 
 import whale_torch as wh
 from tests.parity.layouts import backward, batch, build, mine, worst
-from tests.world import outcomes, world
+from tests.world import world
 from whale_torch.errors import PlanError, WhaleError
 
 BAR = 2e-5
@@ -42,7 +42,9 @@ def overflow(model: nn.Module) -> None:
     model.head.weight.grad[-1, 0] = float("inf")
 
 
-def trained(rank: int, n: int, layout: str, fused: bool | None, with_clip: bool) -> tuple[list[float], list[float], float]:
+def trained(
+    rank: int, n: int, layout: str, fused: bool | None, with_clip: bool
+) -> tuple[list[float], list[float], float]:
     plain = build(layout)
     torch_clip = (lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)) if with_clip else None
     whale_clip = (lambda m: wh.clip_grad_norm_(m, 0.1)) if with_clip else None
@@ -77,7 +79,13 @@ def loop_in_one_process(plain: nn.Module, scaler: torch.amp.GradScaler, clip: An
 
 @pytest.mark.parametrize(
     ("layout", "n", "fused", "with_clip"),
-    [("own", 2, None, False), ("own", 3, None, True), ("shared", 2, True, False), ("mixed", 4, True, True), ("own", 1, None, True)],
+    [
+        ("own", 2, None, False),
+        ("own", 3, None, True),
+        ("shared", 2, True, False),
+        ("mixed", 4, True, True),
+        ("own", 1, None, True),
+    ],
 )
 def test_all_ranks_skip_as_one_process_does(layout: str, n: int, fused: bool | None, with_clip: bool) -> None:
     for scales, expected, error in world(n, trained, layout, fused, with_clip):
@@ -86,18 +94,20 @@ def test_all_ranks_skip_as_one_process_does(layout: str, n: int, fused: bool | N
 
 
 def own_opinion(rank: int, n: int) -> tuple[list[float], list[float], float]:
-    """The mutation: each rank believes itself."""
+    """The mutation: each rank believes itself, and nobody compares copies."""
+    from whale_torch.comm import drift
     from whale_torch.optim import scaler
 
+    drift.FIRST_STEPS = 0
     scaler.all_reduce = lambda x, group, **kw: x
     return trained(rank, n, "own", None, False)
 
 
 def test_the_suite_catches_ranks_of_different_opinion() -> None:
-    ended = outcomes(2, own_opinion)
-    scales = [o.value[0] for o in ended if o.ok]
-    errors = [o.value[2] for o in ended if o.ok]
-    assert any(not o.ok for o in ended) or scales[0] != scales[1] or max(errors) > 100 * BAR
+    (first, expected, _), (second, _, error) = world(2, own_opinion)
+    assert first != expected
+    assert second == expected
+    assert error > 100 * BAR
 
 
 def torchs_scaler(rank: int, n: int) -> str:

@@ -130,7 +130,11 @@ def parts_in_memory(rank: int, n: int) -> None:
     assert isinstance(weight, CutTensor)
     assert type(state["features.0.weight"]) is Tensor
     assert f"part {rank} of {n} of 'head.weight' (11, 8)" in repr(weight)
-    copies = [copy.deepcopy(state), {k: v.clone() for k, v in state.items()}, {k: v.detach().cpu() for k, v in state.items()}]
+    copies = [
+        copy.deepcopy(state),
+        {k: v.clone() for k, v in state.items()},
+        {k: v.detach().cpu() for k, v in state.items()},
+    ]
     for kept in copies:
         assert isinstance(kept["head.weight"], CutTensor)
         assert torch.equal(kept["head.weight"], weight)
@@ -236,11 +240,13 @@ def loading(rank: int, n: int) -> None:
     assert all(given[k] is v for k, v in kept.items()), "the caller's dict"
     assert all(torch.equal(v, kept[k]) for k, v in given.items())
     given["head.weight"] = torch.zeros(3, 8)
-    with pytest.raises(RuntimeError, match=r"(?s)size mismatch for head.weight.*\[3, 8\].*current model is torch.Size\(\[11, 8\]\)"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)size mismatch for head.weight.*\[3, 8\].*current model is torch.Size\(\[11, 8\]\)"
+    ):
         model.load_state_dict(given)
     part = model.state_dict()["head.weight"].part()
     given["head.weight"] = part.clone()
-    with pytest.raises(RuntimeError, match="size mismatch for head.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for head.weight"):
         model.load_state_dict(given)
     del given["head.weight"]
     given["tail"] = torch.zeros(1)
@@ -256,7 +262,9 @@ def loading(rank: int, n: int) -> None:
         replica.load_state_dict(build("replica").state_dict(), assign=True)
     stolen = dict(model.state_dict())
     stolen["head.weight"] = stolen["head.weight"][:2]
-    with pytest.raises(CheckpointError, match=r"'head.weight' is part . of 2 with shape \(., 8\), but .* has shape \(2, 8\)"):
+    with pytest.raises(
+        CheckpointError, match=r"'head.weight' is part . of 2 with shape \(., 8\), but .* has shape \(2, 8\)"
+    ):
         model.load_state_dict(stolen)
 
 
@@ -326,6 +334,27 @@ def pickled(rank: int, n: int, layout: str, path: str) -> None:
     shallow = copy.copy(model)
     assert shallow.head is model.head
     assert torch.equal(shallow.eval()(x), model.eval()(x))
+
+
+def with_batch_norm(rank: int, n: int, path: str) -> None:
+    with wh.replica(sync_batch_norm=True):
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    wh.parallelize(model)
+    x, _ = batch()
+    model(x).sum().backward()
+    twin = copy.deepcopy(model).eval()
+    assert torch.equal(twin(x), model.eval()(x))
+    if rank == 0:
+        torch.save(model, path)
+
+
+def test_synchronised_batch_norm_pickles_as_a_plain_one(tmp_path: Path) -> None:
+    world(2, with_batch_norm, str(tmp_path / "model.pt"))
+    model = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert [type(m) for m in model] == [nn.Linear, nn.BatchNorm1d]
+    assert "_group" not in vars(model[1])
+    assert int(model[1].num_batches_tracked) == 1
+    model(batch()[0]).sum().backward()
 
 
 @pytest.mark.parametrize(("layout", "n"), [("replica", 2), ("own", 1)])

@@ -9,16 +9,38 @@ Shapes: F rows of this rank's feed, N rows of all feeds of the region, C all col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from whale_torch.comm.collectives import all_gather_rows, all_reduce, all_to_all_rows, gather_equal, reduce_scatter_rows
 from whale_torch.comm.region import Region
+from whale_torch.errors import LossError
 
-__all__ = ["ColumnsToRows", "Enter", "Leave", "MeanSeed", "OwnRows", "RowsToColumns"]
+__all__ = ["ColumnsToRows", "Enter", "Leave", "MeanSeed", "OwnRows", "RowsToColumns", "first_order"]
+
+Backward = TypeVar("Backward", bound=Callable[..., Any])
+
+
+def first_order(backward: Backward) -> Backward:
+    """Marks a backward whose collectives no second derivative passes.
+
+    Under create_graph it raises LossError. (torch's once_differentiable lets it pass silently where the gradient that
+    flows in is a constant, as it is at a loss.)
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise LossError(
+                "a second derivative (create_graph=True) was asked for through a split or its loss.",
+                fix="take such derivatives of a model without wh.split, or leave create_graph out",
+            )
+        return backward(ctx, *grads)
+
+    return cast(Backward, checked)
 
 
 def gather_feeds(x: torch.Tensor, counts: Sequence[int], region: Region, name: str) -> torch.Tensor:
@@ -103,7 +125,7 @@ class Enter(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = sum_to_feed(grad, ctx.counts, ctx.region, "enter's backward")
         return (out * ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None
@@ -119,7 +141,7 @@ class Leave(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _scaled_gather(grad, ctx.counts, ctx.region, "leave's backward"), None, None
 
@@ -133,7 +155,7 @@ class OwnRows(torch.autograd.Function):
         return own_feed(x, counts, region).clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _scaled_gather(grad, ctx.counts, ctx.region, "own rows' backward"), None, None
 
@@ -156,7 +178,7 @@ class ColumnsToRows(torch.autograd.Function):
         return out.view_as(out) if out is z else out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = rows_to_columns(grad, ctx.counts, ctx.widths, ctx.region, "columns to rows' backward")
         return (out / ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None, None
@@ -174,7 +196,7 @@ class RowsToColumns(torch.autograd.Function):
         return out.contiguous() if region.rows.size == 1 else out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = columns_to_rows(grad.contiguous(), ctx.counts, ctx.widths, ctx.region, "rows to columns' backward")
         return (out * ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None, None
@@ -189,7 +211,7 @@ class MeanSeed(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         region = ctx.region
         if region.columns.size == 1:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from whale_torch.comm.collectives import gather_equal_async
+from whale_torch.comm.collectives import spread_async
 from whale_torch.comm.region import Region
-from whale_torch.errors import LayoutError, LossError
+from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group
 
-__all__ = ["Anchor", "Batch", "Call", "deliver"]
+__all__ = ["Anchor", "Batch", "Call", "Trained", "deliver"]
 
 
 class Batch:
@@ -27,6 +28,19 @@ class Batch:
 
     def __init__(self, rows: int, digest: int = 0, other: int = 0):
         self.rows, self.digest, self.other = rows, digest, other
+
+
+class Trained:
+    """Which parameters a rank trains, in one number: how many, and a hash of which."""
+
+    __slots__ = ("code",)
+
+    def __init__(self, flags: Sequence[bool]):
+        self.code = zlib.crc32(bytes(flags)) << 24 | sum(flags)
+
+    @staticmethod
+    def count(code: int) -> int:
+        return code & 0xFFFFFF
 
 
 class Anchor:
@@ -58,20 +72,20 @@ class Anchor:
 class Call:
     """Row counts of one forward.
 
-    batch: what this rank was fed. anchor: where backward arms the gradient reducers. summed: the loss is a sum over
-    samples, not a mean.
-    The 24 bytes travel while the model runs and are waited for where a weight is first needed.
+    batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the gradient reducers.
+    summed: the loss is a sum over samples, not a mean.
+    The 32 bytes travel while the model runs and are waited for where a weight is first needed.
     """
 
-    def __init__(self, world: Group, feed_size: int, batch: Batch, anchor: Anchor, *, summed: bool = False):
+    def __init__(
+        self, world: Group, feed_size: int, batch: Batch, trained: Trained, anchor: Anchor, *, summed: bool = False
+    ):
         self.anchor = anchor
         self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
         self.is_empty = batch.rows == 0
         self._counts: list[int] | None = None
-        self._exchanged = not summed or feed_size > 1
-        if self._exchanged:
-            header = torch.tensor([batch.rows, batch.digest, batch.other], dtype=torch.int64)
-            self._gathered, self._wait = gather_equal_async(header, world, name="row counts of the batch")
+        header = (batch.rows, batch.digest, batch.other, trained.code)
+        self._gathered, self._wait = spread_async(header, world, name="row counts of the batch")
         if feed_size > 1:
             self.counts()
 
@@ -79,11 +93,12 @@ class Call:
         """Rows of each feed.
 
         Raises LayoutError, with the same text on every rank, where the ranks of one feed were given different batches
-        and where it cannot be said which input counts the samples.
+        and where it cannot be said which input counts the samples; CommError where ranks train different parameters.
         """
         if self._counts is None:
             self._wait()
             table = self._gathered.tolist()
+            self._check_trained([row[3] for row in table])
             for feed in range(self.num_feeds if self.feed_size > 1 else 0):
                 ranks = range(feed * self.feed_size, (feed + 1) * self.feed_size)
                 if any(table[rank] != table[ranks[0]] for rank in ranks):
@@ -93,9 +108,9 @@ class Call:
                         fix="feed all ranks of a replica the same batch: wh.sampler or wh.batch_sampler do",
                         ranks=ranks,
                     )
-            counts, _, others = zip(*table[:: self.feed_size], strict=True)
+            counts, _, others, _ = zip(*table[:: self.feed_size], strict=True)
             uneven = len(set(counts)) > 1
-            if (uneven and any(others)) or len(set(others)) > 1:
+            if not self.summed and ((uneven and any(others)) or len(set(others)) > 1):
                 raise LayoutError(
                     f"it cannot be said which input counts the samples: the first has {list(counts)} along dim 0 on "
                     f"the {self.num_feeds} feeds, another has {list(others)}.",
@@ -104,6 +119,16 @@ class Call:
             self._counts = list(counts)
         return self._counts
 
+    def _check_trained(self, codes: list[int]) -> None:
+        odd = next((rank for rank, code in enumerate(codes) if code != codes[0]), None)
+        if odd is not None:
+            raise CommError(
+                f"ranks train different parameters: rank 0 trains {Trained.count(codes[0])}, "
+                f"rank {odd} trains {Trained.count(codes[odd])}.",
+                fix="change requires_grad on all ranks alike",
+                ranks=(0, odd),
+            )
+
     @property
     def feed(self) -> int:
         return self.world.rank // self.feed_size
@@ -111,7 +136,8 @@ class Call:
     @property
     def uneven(self) -> bool:
         """Whether some feed's weight is not 1."""
-        return self.num_feeds > 1 if self.summed else len(set(self.counts())) > 1
+        counts = self.counts()
+        return self.num_feeds > 1 if self.summed else len(set(counts)) > 1
 
     def weight(self) -> float:
         """What the gradient of this feed's loss is multiplied by: its share of the rows times the number of feeds."""

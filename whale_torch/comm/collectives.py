@@ -21,9 +21,9 @@ __all__ = [
     "broadcast",
     "broadcast_copy",
     "gather_equal",
-    "gather_equal_async",
     "reduce_scatter_equal",
     "reduce_scatter_rows",
+    "spread_async",
 ]
 
 # renamed in torch 2.13; the old names warn there and the new ones are absent before
@@ -44,7 +44,7 @@ def all_reduce(
 ) -> torch.Tensor:
     """Reduces x in place over the group and returns it."""
     if group.size > 1:
-        group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size)
+        group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size, name)
         _run(group, name, lambda: dist.all_reduce(x, op=op, group=group.process_group))
     return x
 
@@ -53,7 +53,7 @@ def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce")
     """Starts a sum of x in place; the returned function waits for it."""
     if group.size == 1:
         return lambda: None
-    group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size)
+    group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size, name)
     work = dist.all_reduce(x, group=group.process_group, async_op=True)
     return lambda: _run(group, name, work.wait)
 
@@ -61,7 +61,7 @@ def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce")
 def broadcast(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
     """Overwrites x with that of the group's first rank."""
     if group.size > 1:
-        group.count(x.numel() * x.element_size())
+        group.count(x.numel() * x.element_size(), name)
         _run(group, name, lambda: dist.broadcast(x, group.ranks[0], group=group.process_group))
     return x
 
@@ -80,7 +80,7 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
         return x.unsqueeze(0)
     x = x.contiguous()
     out = x.new_empty(group.size, *x.shape)
-    group.count(x.numel() * x.element_size() * (group.size - 1))
+    group.count(x.numel() * x.element_size() * (group.size - 1), name)
     if x.numel() * x.element_size() * group.size <= _SMALL_BYTES and x.device.type == "cpu":
         spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
         _run(group, name, lambda: dist.all_to_all_single(out.view(group.size, -1), spread, group=group.process_group))
@@ -89,16 +89,16 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
     return out
 
 
-def gather_equal_async(
-    x: torch.Tensor, group: Group, *, name: str = "all-gather"
+def spread_async(
+    numbers: tuple[int, ...], group: Group, *, name: str = "all-gather"
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Starts gather_equal; the second value waits for the first."""
+    """Starts to gather a few whole numbers of every rank, [group.size, len(numbers)]; the second value waits for it."""
+    sent = torch.tensor([numbers] * group.size, device="cpu")
     if group.size == 1:
-        return x.unsqueeze(0), lambda: None
-    out = x.new_empty(group.size, *x.shape)
-    group.count(x.numel() * x.element_size() * (group.size - 1))
-    spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
-    work = dist.all_to_all_single(out.view(group.size, -1), spread, group=group.process_group, async_op=True)
+        return sent, lambda: None
+    out = torch.empty_like(sent)
+    group.count(8 * len(numbers) * (group.size - 1), name)
+    work = dist.all_to_all_single(out, sent, group=group.process_group, async_op=True)
     return out, lambda: _run(group, name, work.wait)
 
 
@@ -122,7 +122,7 @@ def all_to_all_rows(
     x = x.contiguous()
     out = x.new_empty(sum(received), *x.shape[1:])
     row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else 0)
-    group.count((sum(sent) - sent[group.index]) * row_bytes)
+    group.count((sum(sent) - sent[group.index]) * row_bytes, name)
     _run(group, name, lambda: dist.all_to_all_single(out, x, received, sent, group=group.process_group))
     return out
 
@@ -143,6 +143,6 @@ def reduce_scatter_equal(x: torch.Tensor, group: Group, *, name: str = "reduce-s
     if group.size == 1:
         return x
     out = x.new_empty(x.numel() // group.size)
-    group.count(x.numel() * x.element_size() * (group.size - 1) / group.size)
+    group.count(x.numel() * x.element_size() * (group.size - 1) / group.size, name)
     _run(group, name, lambda: _reduce_scatter(out, x, group=group.process_group))
     return out

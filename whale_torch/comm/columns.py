@@ -21,8 +21,19 @@ from whale_torch.comm.bridge import ColumnsToRows
 from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.region import Region
 from whale_torch.errors import LayoutError
+from whale_torch.ops.precision import autocast_dtype
 
-__all__ = ["Columns", "ColumnsPlace", "Deferred", "Hold", "dropout", "plain", "register_function", "registered_function", "user_site"]
+__all__ = [
+    "Columns",
+    "ColumnsPlace",
+    "Deferred",
+    "Hold",
+    "dropout",
+    "plain",
+    "register_function",
+    "registered_function",
+    "user_site",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +109,8 @@ class Deferred:
     __slots__ = ("_out", "inputs")
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None):
-        if torch.is_autocast_enabled(x.device.type):  # what F.linear would do here, wherever it runs later
-            dtype = torch.get_autocast_dtype(x.device.type)
+        dtype = autocast_dtype(x.device)
+        if dtype is not None:  # what F.linear would do here, wherever it runs later
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         self.inputs = (x, weight, bias)
         self._out: Tensor | None = None
@@ -219,7 +230,7 @@ class Columns(Tensor):
             if out is not NotImplemented:
                 return out
         name = _name_of(func)
-        for written in _written(name, args, kwargs):
+        for written in _written(func, args, kwargs):
             raise LayoutError(
                 f"{name} would write into a split's output {written!r}.",
                 where=user_site(),
@@ -259,13 +270,14 @@ _ASSIGNMENTS |= {"__setitem__", "__set__", "__delete__"}
 
 
 def _name_of(func: Any) -> str:
-    """What messages call a torch function; a property's getter goes by the property's name."""
+    """What messages call a torch function; a property's getter and setter go by the property's name."""
     name: str = getattr(func, "__name__", str(func))
-    return func.__self__.__name__ if name == "__get__" else name
+    return func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
 
 
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Columns]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Columns]:
     """The Columns that an operation would write to: its first argument in in-place forms, and `out`."""
+    name = getattr(func, "__name__", "")
     yield from _columns_in(kwargs.get("out"))
     if name in _ASSIGNMENTS or (name.endswith("_") and not name.endswith("__")):
         yield from _columns_in(args[0] if args else next(iter(kwargs.values()), None))

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from whale_torch import ops
-from whale_torch.comm.bridge import MeanSeed, gather_feeds, own_feed
+from whale_torch.comm.bridge import MeanSeed, first_order, gather_feeds, own_feed
 from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain, register_function
 from whale_torch.comm.region import Region
 from whale_torch.errors import LossError
 from whale_torch.mesh import Group
+from whale_torch.ops.precision import autocast_dtype
 
 __all__ = ["TrueMeanLoss", "cross_entropy"]
 
@@ -71,6 +71,10 @@ class _Problem:
         weight = options.weight
         self.my_weight = None if weight is None else weight.narrow(0, place.first, width).to(dtype).contiguous()
         self.divisor: _Divisor | None = None
+        self.sum_scale = 1.0
+        call = place.call or place.region.call
+        if call is not None and call.summed:  # the feeds' losses are added up; this one is theirs together
+            self.sum_scale = (1.0 if place.call is None else call.num_feeds) / place.region.rows.size
 
     def statistics(self) -> tuple[int, Tensor | None, bool]:
         """Arguments of ops.softmax_stats behind the targets."""
@@ -100,7 +104,7 @@ class _Problem:
             per_row = gather_feeds(grad.contiguous(), self.place.counts, region, "cross_entropy's backward")
             per_row = per_row / region.rows.size
         elif self.divisor is None:
-            per_row = grad
+            per_row = grad * self.sum_scale
         else:
             divisor = self.divisor()
             per_row = torch.where(divisor == 0, 0.0, grad / divisor).to(grad.dtype)
@@ -123,7 +127,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.overwritten:
             raise LossError(
@@ -151,7 +155,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, lse = ctx.saved_tensors
         problem = ctx.problem
@@ -231,7 +235,7 @@ def cross_entropy(
     if place.call is not None:
         out = deliver(out, place.call, weigh=reduction == "none")
     out = out.reshape(target.shape) if reduction == "none" else out
-    return out if torch.is_autocast_enabled(z.device.type) else out.to(z.dtype)
+    return out if autocast_dtype(z.device) else out.to(z.dtype)
 
 
 def _runs_across(z: Columns, target: Tensor, size_average: Any, reduce: Any, reduction: str) -> bool:
@@ -286,7 +290,7 @@ class _ScaleBackward(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad * ctx.factor().to(grad.dtype), None
 

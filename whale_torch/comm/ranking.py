@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from whale_torch.comm.bridge import gather_feeds, own_feed
+from whale_torch.comm.bridge import first_order, gather_feeds, own_feed
 from whale_torch.comm.call import deliver
 from whale_torch.comm.collectives import gather_equal
 from whale_torch.comm.columns import Columns, ColumnsPlace, register_function
@@ -66,7 +65,7 @@ class _Values(torch.autograd.Function):
         return own_feed(best, place.counts, place.region).clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (columns,) = ctx.saved_tensors
         place, width = ctx.place, ctx.shape[1]

@@ -67,7 +67,7 @@ class Reducer:
         self.reduction, self.max_in_flight = reduction, max_in_flight
         self.sync = True
         self.buckets = _fill(parameters, bucket_bytes)
-        self.staging = reduction.staging(max(b.num_elements + len(b.pieces) for b in self.buckets), parameters[0])
+        self.staging = reduction.staging(max(b.num_elements + len(b.pieces) for b in self.buckets), parameters[0].device)
         self._arrived: set[int] = set()
         self._next = 0  # the first bucket that is not under way
         self._complete = 0  # the first bucket of which a piece is missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from whale_torch.mesh import Group
 __all__ = ["Packed", "Reduction", "Staging", "TwoLevels"]
 
 _FP16_TOP = 32768.0
-_RING_RANKS = 3
+_RING_RANKS = 2
 """Up to here half precision is summed where it passes by; above, each rank sums its part in float32."""
 
 
@@ -91,25 +92,27 @@ class _Worker:
 class Reduction:
     """Averages flat buffers over `copies`.
 
-    wire: dtype on the wire, None for the gradients' own. levels: reduce inside nodes first. fp16 is scaled by the
-    largest gradient of all ranks, so that no sum overflows and small gradients survive.
+    dtype: of what travels; reduce inside nodes first where `levels` are given. Half precision is rounded twice, whatever
+    the number of ranks (bfloat16 4e-3, float16 1e-3 at most): sums are made in float32, and between nodes only it travels
+    in half. float16 is scaled by the largest gradient of all ranks, so that nothing overflows and small gradients survive.
     """
 
-    def __init__(self, copies: Group, *, wire: torch.dtype | None = None, levels: TwoLevels | None = None):
-        self.copies, self.wire, self.levels = copies, wire, levels
-        half = wire in (torch.float16, torch.bfloat16)
-        self._summed_wide = half and levels is None and copies.size > _RING_RANKS
+    def __init__(self, copies: Group, dtype: torch.dtype, *, levels: TwoLevels | None = None):
+        self.copies, self.dtype, self.levels = copies, dtype, levels
+        self._half = dtype in (torch.float16, torch.bfloat16)
+        self._summed_wide = self._half and levels is None and copies.size > _RING_RANKS
         # work of several phases runs on one thread in order; one phase needs none
-        self._worker = _Worker() if levels is not None or self._summed_wide or wire is torch.float16 else None
+        self._worker = _Worker() if levels is not None or self._summed_wide or dtype is torch.float16 else None
 
-    def staging(self, num_elements: int, like: torch.Tensor) -> Staging:
-        """Buffers for up to num_elements values and flags, in the wire's dtype."""
-        dtype = self.wire or (like.real.dtype if like.is_complex() else like.dtype)
-        return Staging(self._padded(num_elements), dtype, like.device)
+    def staging(self, num_elements: int, device: torch.device) -> Staging:
+        """Buffers for up to num_elements values and flags."""
+        return Staging(self._padded(num_elements), torch.float32 if self.levels and self._half else self.dtype, device)
 
     def _padded(self, num_elements: int) -> int:
         """So many that every rank of a level owns an equal part."""
         parts = self.levels.inside.size if self.levels else self.copies.size if self._summed_wide else 1
+        if self.levels and self._half:
+            parts *= self.levels.between.size
         return -(-num_elements // parts) * parts
 
     def start(self, buffer: torch.Tensor, packed: Packed) -> Callable[[], float]:
@@ -136,38 +139,53 @@ class Reduction:
 
     @torch.no_grad()
     def _phases(self, flat: torch.Tensor, packed: Packed) -> float:
-        scale = self._shared_scale(packed.grads, flat.device) if flat.dtype is torch.float16 else 1.0
-        _pack(flat, packed, scale)
         if self.levels is not None:
-            part = reduce_scatter_equal(flat, self.levels.inside, name="gradient reduce-scatter")
-            all_reduce(part, self.levels.between, name="gradient all-reduce between nodes")
-            flat.copy_(gather_equal(part, self.levels.inside, name="gradient all-gather").view(-1))
-        elif self._summed_wide:
-            self._sum_wide(flat)
+            return self._two_levels(flat, packed, self.levels) / self.copies.size
+        scale = self._shared_scale(packed.grads, flat.device, self.copies.size) if flat.dtype is torch.float16 else 1.0
+        _pack(flat, packed, scale)
+        if self._summed_wide:
+            flat.copy_(_sum_wide(flat, self.copies))
         else:
             all_reduce(flat, self.copies, name="gradient all-reduce")
         return 1.0 / (scale * self.copies.size)
 
-    def _sum_wide(self, flat: torch.Tensor) -> None:
-        """Two roundings whatever the number of ranks: the parts travel, are added in float32, and travel back."""
-        size = self.copies.size
-        share = [flat.numel() // size] * size
-        parts = all_to_all_rows(flat, share, share, self.copies, name="gradient all-to-all").view(size, -1)
-        total = parts.sum(0, dtype=torch.float32).to(flat.dtype)
-        flat.copy_(gather_equal(total, self.copies, name="gradient all-gather").view(-1))
+    def _two_levels(self, flat: torch.Tensor, packed: Packed, levels: TwoLevels) -> float:
+        """Leaves the sum times a scale in flat; returns one over the scale."""
+        _pack(flat, packed, 1.0)
+        part = reduce_scatter_equal(flat, levels.inside, name="gradient reduce-scatter")
+        scale = 1.0
+        if self._half:
+            values = part[: max(0, packed.num_elements - levels.inside.index * part.numel())]  # not the flags behind them
+            if self.dtype is torch.float16:
+                scale = self._shared_scale([values] if values.numel() else [], flat.device, levels.between.size)
+                values *= scale
+            part = _sum_wide(part.to(self.dtype), levels.between)
+        else:
+            all_reduce(part, levels.between, name="gradient all-reduce between nodes")
+        flat.copy_(gather_equal(part, levels.inside, name="gradient all-gather").view(-1))
+        return 1.0 / scale
 
-    def _shared_scale(self, grads: list[torch.Tensor], device: torch.device) -> float:
-        """A power of two that keeps the sum of all ranks' largest values inside fp16; equal on all ranks."""
+    def _shared_scale(self, grads: list[torch.Tensor], device: torch.device, num_terms: int) -> float:
+        """A power of two that keeps the sum of num_terms largest values inside fp16; equal on all ranks."""
         top = ops.bucket_amax(grads).reshape(1) if grads else torch.zeros(1, device=device)
         top = all_reduce(top, self.copies, op=dist.ReduceOp.MAX, name="largest gradient")
         largest = float(top)
         if not 0.0 < largest < float("inf"):
             return 1.0
-        exponent = torch.tensor(_FP16_TOP / self.copies.size, dtype=torch.float64).log2() - torch.tensor(largest, dtype=torch.float64).log2()
-        return float(2.0 ** exponent.floor().clamp(-100, 100))
+        return 2.0 ** min(100, max(-100, math.floor(math.log2(_FP16_TOP / num_terms) - math.log2(largest))))
+
+
+def _sum_wide(flat: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over the group, rounded once: parts travel, are added in float32, and travel back."""
+    share = [flat.numel() // group.size] * group.size
+    parts = all_to_all_rows(flat, share, share, group, name="gradient all-to-all").view(group.size, -1)
+    total = parts.sum(0, dtype=torch.float32).to(flat.dtype)
+    return gather_equal(total, group, name="gradient all-gather").view(-1)
 
 
 def _pack(flat: torch.Tensor, packed: Packed, scale: float) -> None:
-    if packed.grads:
-        ops.bucket_pack(packed.grads, packed.offsets, flat, scale)
-    flat[packed.num_elements : packed.num_elements + packed.flags.numel()] = packed.flags
+    if scale == 1.0:
+        ops.bucket_pack([*packed.grads, packed.flags], [*packed.offsets, packed.num_elements], flat, 1.0)
+        return
+    ops.bucket_pack(packed.grads, packed.offsets, flat, scale)
+    ops.bucket_pack([packed.flags], [packed.num_elements], flat, 1.0)

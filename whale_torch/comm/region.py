@@ -90,7 +90,7 @@ class Region:
         group.sequence += 1
         tag = (zlib.crc32(operation.encode()) & 0x7FFF) << 8 | group.sequence & 0xFF
         rest = (0,) * (_HEADER_NUMBERS - len(numbers))
-        header = torch.tensor([tag << _COUNT_BITS | numbers[0], *numbers[1:], *rest])
+        header = torch.tensor([tag << _COUNT_BITS | numbers[0], *numbers[1:], *rest], device="cpu")
         table = gather_equal(header, group, name=operation).tolist()
         if any(row[0] >> _COUNT_BITS != tag for row in table):
             self._different_operations(operation)
@@ -163,7 +163,7 @@ class Region:
 
 def _to_bytes(text: str) -> torch.Tensor:
     """The end of a text, where the latest operation stands, in a fixed number of bytes."""
-    return torch.tensor(list(text.encode()[-_TEXT_BYTES:].ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8)
+    return torch.tensor(list(text.encode()[-_TEXT_BYTES:].ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
 
 
 def _to_text(row: torch.Tensor) -> str:

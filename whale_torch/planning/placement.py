@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 __all__ = ["Blocks", "VirtualDevice"]
 
 Blocks = tuple[tuple[int, ...], ...]
 
 
+@lru_cache(maxsize=256)
+def _neighbours(world: int, size: int) -> Blocks:
+    return tuple(tuple(range(first, first + size)) for first in range(0, world, size))
+
+
+@lru_cache(maxsize=256)
+def _strided(world: int, size: int) -> Blocks:
+    return tuple(tuple(range(part, world, size)) for part in range(size))
+
+
+@lru_cache(maxsize=256)
+def _places(world: int, size: int, step: int) -> Blocks:
+    return tuple(block[place::step] for block in _neighbours(world, size) for place in range(step))
+
+
 @dataclass(frozen=True, slots=True)
 class VirtualDevice:
     """Where a TaskGraph runs: `size` neighbouring ranks hold the parts of its parameters, 1 for a replica.
 
-    world: all ranks. feed_size: neighbouring ranks that are fed the same rows.
+    world: all ranks, a multiple of size. feed_size: neighbouring ranks that are fed the same rows; it divides size or
+    size divides it.
     """
 
     name: str
@@ -27,24 +44,34 @@ class VirtualDevice:
         return min(self.size, self.feed_size)
 
     @property
+    def num_rows(self) -> int:
+        """Feeds of one block."""
+        return self.size // self.num_twins
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold the same part."""
+        return self.world // self.size
+
+    @property
     def columns(self) -> Blocks:
         """The ranks that hold the parts of one copy."""
-        return tuple(tuple(range(first, first + self.size)) for first in range(0, self.world, self.size))
+        return _neighbours(self.world, self.size)
 
     @property
     def twins(self) -> Blocks:
         """Inside a block: the ranks fed the same rows."""
-        return tuple(tuple(range(first, first + self.num_twins)) for first in range(0, self.world, self.num_twins))
+        return _neighbours(self.world, self.num_twins)
 
     @property
     def rows(self) -> Blocks:
         """Inside a block: one rank of each feed, at the same place."""
-        return tuple(block[place :: self.num_twins] for block in self.columns for place in range(self.num_twins))
+        return _places(self.world, self.size, self.num_twins)
 
     @property
     def copies(self) -> Blocks:
         """The ranks that hold the same part."""
-        return tuple(tuple(range(part, self.world, self.size)) for part in range(self.size))
+        return _strided(self.world, self.size)
 
     @property
     def row_mode(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ _FORMAT = 1
 class Reduce:
     """Gradients averaged together: those of one VirtualDevice with the same options.
 
-    wire: dtype name on the wire. algorithm: "flat" or "hierarchical". gradient_bytes: of one rank, in the gradients' dtype.
+    wire: dtype name on the wire, None for the gradients' own. algorithm: "flat" or "hierarchical".
+    gradient_bytes, wire_bytes: of the rank that holds most, in the gradients' dtype and in the wire's.
     parameters: those trained when the plan was made and those frozen then, which may be trained later; bytes are of the first.
     """
 
@@ -37,13 +39,13 @@ class Reduce:
     bucket_bytes: int
     max_in_flight: int
     parameters: tuple[str, ...]
-    gradient_bytes: int
-    wire_bytes: int
+    gradient_bytes: int = 0
+    wire_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank sends in a training step for one purpose."""
+    """Bytes that one rank sends in a training step for one purpose, on one VirtualDevice."""
 
     what: str
     where: str
@@ -65,6 +67,7 @@ class Plan:
     """How a model runs on a cluster.
 
     feed_size: neighbouring ranks that are fed the same batch. rows_per_rank: rows that byte counts assume.
+    assumption: what else they assume, in words.
     parameters: (name, shape) of every parameter in order, to tell whether a saved plan fits a model.
     gathers: what a running model gathered implicitly so far; no part of the decision.
     """
@@ -78,6 +81,7 @@ class Plan:
     traffic: tuple[Traffic, ...]
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     rows_per_rank: int
+    assumption: str = ""
     batch_dim: int | tuple[tuple[str, int | None], ...] = 0
     loss: str = "mean"
     parameter_bytes: int = 0
@@ -101,9 +105,24 @@ class Plan:
     def device(self, name: str) -> VirtualDevice:
         return next(device for device in self.devices if device.name == name)
 
+    @cached_property
+    def _graph_of_root(self) -> dict[str, TaskGraph]:
+        return {name: graph for graph in self.taskgraphs for name in graph.modules}
+
+    def taskgraph_of(self, module_name: str) -> TaskGraph:
+        """The TaskGraph that a module runs in. Raises KeyError for a name that none holds."""
+        name = module_name
+        while name not in self._graph_of_root:
+            if not name:
+                raise KeyError(module_name)
+            name = name.rpartition(".")[0]
+        return self._graph_of_root[name]
+
     def digest(self) -> str:
-        """A hash of the decision: equal on every rank that decided the same."""
+        """A hash of the decision: equal on every rank that decided the same, whatever it predicts for its own batch."""
         data = json.loads(self.to_json())
+        for predicted in ("traffic", "rows_per_rank", "assumption"):
+            del data[predicted]
         for graph in data["taskgraphs"]:
             for annotation in graph["annotations"]:
                 del annotation["site"]  # a path, seen from each rank's own working directory
@@ -123,6 +142,7 @@ class Plan:
                 "traffic": [asdict(traffic) for traffic in self.traffic],
                 "parameters": [[name, list(shape)] for name, shape in self.parameters],
                 "rows_per_rank": self.rows_per_rank,
+                "assumption": self.assumption,
                 "batch_dim": self.batch_dim,
                 "loss": self.loss,
                 "parameter_bytes": self.parameter_bytes,
@@ -143,17 +163,18 @@ class Plan:
                 feed_size=data["feed_size"],
                 taskgraphs=tuple(_graph_from_json(graph) for graph in data["taskgraphs"]),
                 devices=tuple(VirtualDevice(**device) for device in data["devices"]),
-                cuts=tuple(Cut.from_json(cut) for cut in data["cuts"]),
+                cuts=tuple(_cut_from_json(cut) for cut in data["cuts"]),
                 reduces=tuple(Reduce(**{**reduce, "parameters": tuple(reduce["parameters"])}) for reduce in data["reduces"]),
                 traffic=tuple(Traffic(**traffic) for traffic in data["traffic"]),
                 parameters=tuple((name, tuple(shape)) for name, shape in data["parameters"]),
                 rows_per_rank=data["rows_per_rank"],
+                assumption=data["assumption"],
                 batch_dim=_option_from_json(data["batch_dim"]),
                 loss=data["loss"],
                 parameter_bytes=data["parameter_bytes"],
                 gradient_bytes=data["gradient_bytes"],
             )
-        except (KeyError, TypeError, json.JSONDecodeError, AssertionError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise PlanError(f"this is no saved plan: {type(error).__name__}: {error}", fix="write it with plan.save(path)") from error
 
     def save(self, path: str | Path) -> None:
@@ -167,6 +188,16 @@ class Plan:
 
     def __str__(self) -> str:
         return render(self)
+
+
+def _cut_from_json(data: dict[str, Any]) -> Cut:
+    try:
+        return Cut.from_json(data)
+    except AssertionError as error:
+        raise PlanError(
+            f"the plan's cut of '{data['module']}' cannot be carried out: {error}.",
+            fix="widths add up to the units of the module",
+        ) from error
 
 
 def _graph_to_json(graph: TaskGraph) -> dict[str, Any]:

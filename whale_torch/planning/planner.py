@@ -5,24 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
-from whale_torch.planning.cost import all_reduce_bytes, split_bytes
+from whale_torch.planning.cost import DEFAULT_ROWS, price
+from whale_torch.planning.gradients import plan_reduces
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.placement import VirtualDevice
-from whale_torch.planning.plan import Plan, Reduce, Traffic
+from whale_torch.planning.plan import Plan
 from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles
 from whale_torch.planning.taskgraph import Grouping, TaskGraph, group_modules
 
 __all__ = ["make_plan"]
-
-DEFAULT_BUCKET_BYTES = 4 << 20
-DEFAULT_MAX_IN_FLIGHT = 8
-DEFAULT_ROWS = 32
 
 
 def make_plan(model: nn.Module, cluster: Cluster, *, default: tuple[Annotation, ...] = (), rows_per_rank: int | None = None) -> Plan:
@@ -34,29 +30,24 @@ def make_plan(model: nn.Module, cluster: Cluster, *, default: tuple[Annotation, 
     grouping = group_modules(model, default)
     feed_size = _feed_size(grouping, cluster)
     graphs, devices = _place(grouping, cluster, feed_size)
-    cuts = _cut(model, grouping, graphs, {device.name: device for device in devices})
-    shards, owner = _shards(model, cuts, grouping, graphs)
-    reduces = _reduces(model, shards, owner, graphs, {device.name: device for device in devices}, cluster)
-    rows = DEFAULT_ROWS if rows_per_rank is None else rows_per_rank
     by_name = {device.name: device for device in devices}
-    device_of_cut = {cut.module: by_name[graphs[grouping.graph_of[cut.module]].device] for cut in cuts}
-    held = sum(_local_numel(p, shards.get(n)) * p.element_size() for n, p in model.named_parameters())
-    trained = sum(_local_numel(p, shards.get(n)) * p.element_size() for n, p in model.named_parameters() if p.requires_grad)
-    return Plan(
+    cuts = _cut(model, grouping, graphs, by_name)
+    shards, owner = _shards(model, cuts, grouping, graphs)
+    parameters = dict(model.named_parameters())
+    plan = Plan(
         cluster=cluster,
         feed_size=feed_size,
-        taskgraphs=tuple(_with_sizes(graph, model, grouping) for graph in graphs),
+        taskgraphs=tuple(_with_sizes(graphs, model, grouping)),
         devices=devices,
         cuts=tuple(cuts),
-        reduces=reduces,
-        traffic=_traffic(cuts, device_of_cut, reduces, by_name, rows),
-        parameters=tuple((name, tuple(p.shape)) for name, p in model.named_parameters()),
-        rows_per_rank=rows,
+        reduces=plan_reduces(parameters, shards, owner, graphs, by_name, cluster),
+        traffic=(),
+        parameters=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
+        rows_per_rank=DEFAULT_ROWS if rows_per_rank is None else rows_per_rank,
         batch_dim=_one_option(graphs, "batch_dim", 0),
         loss=_one_option(graphs, "loss", "mean"),
-        parameter_bytes=held,
-        gradient_bytes=trained,
     )
+    return price(plan, model)
 
 
 def _split_size(graph: TaskGraph, cluster: Cluster) -> int:
@@ -188,69 +179,12 @@ def _told(shard: Shard | None) -> str:
     return "whole" if shard is None else f"cut along dimension {shard.dim} in {shard.num_ranks}"
 
 
-def _local_numel(parameter: torch.Tensor, shard: Shard | None) -> int:
-    """Elements of the largest part that a rank holds."""
-    return parameter.numel() if shard is None else max(torch.Size(shard.local_shape(i)).numel() for i in (0, shard.num_ranks - 1))
-
-
-def _reduces(
-    model: nn.Module, shards: dict[str, Shard], owner: dict[str, int], graphs: list[TaskGraph],
-    devices: dict[str, VirtualDevice], cluster: Cluster,
-) -> tuple[Reduce, ...]:  # fmt: skip
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        graph = graphs[owner[name]]
-        device = devices[graph.device] if name in shards else devices["replica"]
-        could_train = parameter.is_floating_point() or parameter.is_complex()
-        if device.world == device.size or not could_train:
-            continue
-        wire = graph.option("replica", "reduce_dtype")
-        wire_name = None if wire is None or wire is parameter.dtype else str(wire).removeprefix("torch.")
-        key = (
-            device.name, wire_name, _algorithm(str(graph.option("replica", "all_reduce", "auto")), device, cluster, graph),
-            graph.option("replica", "bucket_bytes") or DEFAULT_BUCKET_BYTES,
-            graph.option("replica", "max_in_flight") or DEFAULT_MAX_IN_FLIGHT, parameter.dtype,
-        )  # fmt: skip
-        groups.setdefault(key, []).append(name)
-    out = []
-    for (device_name, wire_name, algorithm, bucket_bytes, in_flight, dtype), names in groups.items():
-        elements = sum(_local_numel(parameters[n], shards.get(n)) for n in names if parameters[n].requires_grad)
-        wire_bytes = elements * (getattr(torch, wire_name) if wire_name else dtype).itemsize
-        out.append(Reduce(device_name, wire_name, algorithm, bucket_bytes, in_flight, tuple(names), elements * dtype.itemsize, wire_bytes))
-    return tuple(out)
-
-
-def _algorithm(asked: str, device: VirtualDevice, cluster: Cluster, graph: TaskGraph) -> str:
-    """flat or hierarchical: two levels pay where the copies sit on several nodes, several and equally many on each."""
-    nodes = [tuple(cluster.node_of(rank) for rank in block) for block in device.copies]
-    counts = [{node: block.count(node) for node in block} for block in nodes]
-    possible = all(len(c) > 1 and len(set(c.values())) == 1 and next(iter(c.values())) > 1 for c in counts)
-    if asked == "hierarchical" and not possible and device.name == "replica":
-        raise PlanError(
-            f"{graph.label} asks for a hierarchical all-reduce, but {cluster} does not have several nodes of several, equally many ranks.",
-            where=graph.site, fix='use all_reduce="auto" or "flat"',
-        )  # fmt: skip
-    return "hierarchical" if possible and asked != "flat" else "flat"
-
-
-def _traffic(
-    cuts: list[Cut], device_of: dict[str, VirtualDevice], reduces: tuple[Reduce, ...], devices: dict[str, VirtualDevice], rows: int
-) -> tuple[Traffic, ...]:
-    out = [Traffic("gradients", r.device, all_reduce_bytes(r.wire_bytes, len(devices[r.device].copies[0]))) for r in reduces if r.wire_bytes]
-    for cut in cuts:
-        moved = split_bytes(cut, device_of[cut.module], rows, 4)
-        if moved:
-            out.append(Traffic("rows in and out", cut.module, moved))
-    return tuple(out)
-
-
-def _with_sizes(graph: TaskGraph, model: nn.Module, grouping: Grouping) -> TaskGraph:
-    seen: dict[int, int] = {}
+def _with_sizes(graphs: list[TaskGraph], model: nn.Module, grouping: Grouping) -> list[TaskGraph]:
+    """The TaskGraphs with their numbers of parameters, a shared one counted in each."""
+    seen: list[dict[int, int]] = [{} for _ in graphs]
     for name, module in model.named_modules():
-        if grouping.graph_of[name] == graph.index:
-            seen |= {id(p): p.numel() for p in module._parameters.values() if p is not None}
-    return replace(graph, num_parameters=sum(seen.values()))
+        seen[grouping.graph_of[name]].update({id(p): p.numel() for p in module._parameters.values() if p is not None})
+    return [replace(graph, num_parameters=sum(found.values())) for graph, found in zip(graphs, seen, strict=True)]
 
 
 def _one_option(graphs: list[TaskGraph], name: str, default: Any) -> Any:

@@ -19,6 +19,7 @@ from whale_torch.errors import PlanError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.taskgraph import TaskGraph
+from whale_torch.strategies.copies import Replacement
 
 __all__ = ["check_batch_norm", "sync_batch_norm"]
 
@@ -75,9 +76,10 @@ class _SyncBatchNorm(torch.autograd.Function):
         return out.to(x.dtype), weight_grad, bias_grad, None, None, None, None, None
 
 
-class _Synced(_BatchNorm):
+class _Synced(Replacement, _BatchNorm):
     """What the three classes below have in common. _group: one rank of each feed."""
 
+    _added = ("_group",)
     _group: Group
 
     def _get_name(self) -> str:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from whale_torch.ops.precision import autocast_dtype
+
 __all__ = ["Delay", "delayed_linear"]
 
 
@@ -88,7 +90,7 @@ class Delay:
 
 def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
     """F.linear of x [N, D], delayed where a delay was made and nothing casts in between."""
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    if not torch.is_grad_enabled() or autocast_dtype(x.device):
         return F.linear(x, weight, bias)
     out: Tensor = _Now.apply(x, weight, bias) if delay is None else delay.linear(x, weight, bias)  # type: ignore[no-untyped-call]
     return out

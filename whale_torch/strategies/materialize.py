@@ -30,8 +30,9 @@ def check_can_materialize(model: nn.Module, init_fn: InitFunction | None, given:
     """
     if init_fn is not None:
         return
+    first = _first_names(model)
     for name, module in model.named_modules():
-        wanted = [key for key, t in _own(module) if t.is_meta and _full(name, key) not in given]
+        wanted = [key for key, t in _own(module) if _is_fresh(t, _full(name, key), first, given)]
         if wanted and _reset_of(module) is None:
             raise PlanError(
                 f"module '{name}' ({type(module).__name__}) was built on the meta device with {', '.join(wanted)}, "
@@ -46,9 +47,10 @@ def materialize(
     """Gives every meta parameter and buffer its initial values; at most one module's tensors are whole at a time.
 
     cuts: by a parameter's first name, its shard and this rank's number among the parts. Members come first, since a
-    container's reset may overwrite theirs (nn.MultiheadAttention). init_fn(module) replaces reset_parameters() where a
-    model has an initialiser of its own; it is called on every module that holds meta tensors, containers included.
-    given: names whose memory is only made, since their values come from a state dict.
+    container's reset may overwrite theirs (nn.MultiheadAttention); a tied parameter is drawn where it is named first.
+    init_fn(module) replaces reset_parameters() where a model has an initialiser of its own; it is called on every
+    module that holds meta tensors, containers included. given: names whose memory is only made, since their values come
+    from a state dict.
     Raises PlanError, with the model as it was, where an initialiser leaves a tensor unset, replaces a parameter, or
     changes what it must not: values of a member that is cut already, or that had memory before.
     """
@@ -67,23 +69,22 @@ class _Materialize:
 
     def __init__(self, model: nn.Module, cuts: Cuts, seed: int, init_fn: InitFunction | None, given: Collection[str]):
         self.cuts, self.seed, self.init_fn, self.given = cuts, seed, init_fn, given
-        self.first = {id(p): name for name, p in model.named_parameters()}
+        self.first = _first_names(model)
         self.had_memory = {id(p) for p in model.parameters() if not p.is_meta}
         self._around: set[str] = set()  # containers of modules that were initialised
         self._swapped: list[tuple[Tensor, Tensor]] = []
-        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._held: list[tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, Tensor | None]]] = []
 
     def visit(self, name: str, module: nn.Module) -> None:
-        fresh = [key for key, t in _own(module) if t.is_meta and not self._is_given(name, key)]
-        for key, t in _own(module):
-            if t.is_meta and key not in fresh:
+        self._held.append((module, dict(module._parameters), dict(module._buffers)))
+        own = [(key, t, _full(name, key)) for key, t in _own(module)]
+        fresh = [key for key, t, full in own if _is_fresh(t, full, self.first, self.given)]
+        for key, t, full in own:
+            if _is_fresh(t, full, self.first) and full in self.given:
                 self._make(module, key, name, whole=False)
         if fresh or (self.init_fn is not None and name in self._around):
             self._initialise(name, module, fresh)
             self._around.update(_containers(name))
-
-    def _is_given(self, name: str, key: str) -> bool:
-        return _full(name, key) in self.given
 
     def _make(self, module: nn.Module, key: str, name: str, *, whole: bool) -> None:
         """Memory for one meta tensor, of its whole shape or of this rank's part."""
@@ -91,7 +92,6 @@ class _Materialize:
         if parameter is None:
             buffer = module._buffers[key]
             assert buffer is not None
-            self._buffers.append((module, key, buffer))
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
             return
         shape = torch.Size(parameter.shape)
@@ -101,11 +101,11 @@ class _Materialize:
         real = nn.Parameter(data, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)  # swapping takes a user's marks along
         try:
-            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(parameter, real)
         except RuntimeError as error:
             raise PlanError(
                 f"parameter '{_full(name, key)}' on the meta device cannot be given memory: {error}",
-                fix="call wh.parallelize before anything keeps a weak reference to the parameters, or a graph over them",
+                fix="call wh.parallelize before anything keeps a weak reference to the parameters or a graph over them",
             ) from error
         self._swapped.append((parameter, real))
 
@@ -118,22 +118,9 @@ class _Materialize:
         members = list(self._members(name, module))
         hashes = [_hash(t) for _, t in members]
         how = self._run(name, module)
-        for (member, t), value in zip(members, hashes, strict=True):
-            if _hash(t) != value and not _is_constant(t):
-                raise PlanError(
-                    f"{how} of module '{name}' ({type(module).__name__}) changes '{member}' of a member, which is cut or "
-                    "had memory already; its values would depend on the layout.",
-                    fix="initialise every parameter in the module that owns it, or build the model with memory",
-                )
-        for key, earlier in before.items():
-            now = module._parameters.get(key) if key in module._parameters else module._buffers.get(key)
-            if now is not earlier and key in module._parameters:
-                raise PlanError(f"{how} replaces parameter '{_full(name, key)}'.", fix="set its values in place")
-            if now is earlier and _is_unset(earlier, versions[key]):
-                raise PlanError(
-                    f"{how} leaves '{_full(name, key)}' of {type(module).__name__} unset.",
-                    fix="set it there, give wh.parallelize(init_fn=lambda module: ...), or build the model with memory",
-                )
+        _check_members(f"{how} of module '{name}' ({type(module).__name__})", members, hashes)
+        for key, made in before.items():
+            self._check_set(how, name, module, key, made, versions[key])
         for key, t in kept.items():
             (module._parameters if key in module._parameters else module._buffers)[key] = t  # type: ignore[assignment]
         for key in fresh:
@@ -141,6 +128,16 @@ class _Materialize:
             cut = None if parameter is None else self.cuts.get(self.first[id(parameter)])
             if parameter is not None and cut is not None:
                 parameter.data = cut[0].cut(parameter.data, cut[1])
+
+    def _check_set(self, how: str, name: str, module: nn.Module, key: str, made: Tensor, version: int) -> None:
+        """Raises PlanError where an initialiser replaced a parameter or left a tensor unset."""
+        if key in module._parameters and module._parameters[key] is not made:
+            raise PlanError(f"{how} replaces parameter '{_full(name, key)}'.", fix="set its values in place")
+        if (module._parameters.get(key) is made or module._buffers.get(key) is made) and _is_unset(made, version):
+            raise PlanError(
+                f"{how} leaves '{_full(name, key)}' of {type(module).__name__} unset.",
+                fix="set it there, give wh.parallelize(init_fn=lambda module: ...), or build the model with memory",
+            )
 
     def _run(self, name: str, module: nn.Module) -> str:
         """Calls the module's initialiser and says how it is called."""
@@ -160,7 +157,7 @@ class _Materialize:
             if isinstance(t, nn.Parameter):
                 cut = self.cuts.get(self.first[id(t)])
                 shape = t.shape if cut is None else torch.Size(cut[0].shape)
-                stand_in = nn.Parameter(torch.empty(shape, dtype=t.dtype), requires_grad=t.requires_grad)
+                stand_in = nn.Parameter(torch.empty(shape, dtype=t.dtype, device="cpu"), requires_grad=t.requires_grad)
                 module._parameters[key] = stand_in
             else:
                 module._buffers[key] = t.clone()
@@ -177,14 +174,35 @@ class _Materialize:
     def undo(self) -> None:
         """Gives every parameter and buffer back as it was."""
         for parameter, real in reversed(self._swapped):
-            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
-        for module, key, buffer in self._buffers:
-            module._buffers[key] = buffer
+            torch.utils.swap_tensors(parameter, real)
+        for module, parameters, buffers in self._held:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+def _check_members(how: str, members: list[tuple[str, Tensor]], hashes: list[int]) -> None:
+    """Raises PlanError where an initialiser changed what belongs to a member, but to a constant."""
+    for (member, t), value in zip(members, hashes, strict=True):
+        if _hash(t) != value and not _is_constant(t):
+            raise PlanError(
+                f"{how} changes '{member}' of a member, which is cut or had memory already; "
+                "its values would depend on the layout.",
+                fix="initialise every parameter in the module that owns it, or build the model with memory",
+            )
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
     """A module's own parameters and buffers."""
     return [(key, t) for key, t in [*module._parameters.items(), *module._buffers.items()] if t is not None]
+
+
+def _first_names(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def _is_fresh(t: Tensor, name: str, first: dict[int, str], given: Collection[str] = ()) -> bool:
+    """Whether this module is where the tensor gets its values: on meta, not tied to one named earlier, not given."""
+    return t.is_meta and name not in given and first.get(id(t), name) == name
 
 
 def _full(name: str, key: str) -> str:
@@ -207,7 +225,7 @@ def _seed(seed: int, name: str) -> int:
 
 def _marker(dtype: torch.dtype) -> float | int | None:
     """A value that no initialiser writes, None where a type has none to spare."""
-    if dtype.is_floating_point and dtype.itemsize > 1 or dtype.is_complex:
+    if (dtype.is_floating_point and dtype.itemsize > 1) or dtype.is_complex:
         return float("nan")
     if dtype in (torch.int16, torch.int32, torch.int64):
         return torch.iinfo(dtype).min + 7

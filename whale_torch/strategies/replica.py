@@ -59,8 +59,9 @@ def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientRedu
         chosen = [parameters[name] for name in reduce.parameters if parameters[name].requires_grad]
         dense = [parameter for parameter in chosen if id(parameter) not in sparse]
         if dense:
-            reduction = _reduction(reduce, device.copies, plan, mesh, f"gradients {number}")
-            reducers.append(Reducer(dense, reduction, bucket_bytes=reduce.bucket_bytes, max_in_flight=reduce.max_in_flight))
+            reduction = _reduction(reduce, device.copies, dense[0].dtype, plan, mesh, f"gradients {number}")
+            bounds = {"bucket_bytes": reduce.bucket_bytes, "max_in_flight": reduce.max_in_flight}
+            reducers.append(Reducer(dense, reduction, **bounds))
         if len(dense) < len(chosen):
             copies = mesh.group(f"copies of {reduce.device}", device.copies, channel="sparse gradients")
             reducers.append(SparseReducer([parameter for parameter in chosen if id(parameter) in sparse], copies))
@@ -72,15 +73,18 @@ def _sparse_parameters(model: nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
 
 
-def _reduction(reduce: Reduce, blocks: Blocks, plan: Plan, mesh: Mesh, channel: str) -> Reduction:
+def _reduction(
+    reduce: Reduce, blocks: Blocks, dtype: torch.dtype, plan: Plan, mesh: Mesh, channel: str
+) -> Reduction:
     copies = mesh.group(f"copies of {reduce.device}", blocks, channel=channel)
     levels = None
     if reduce.algorithm == "hierarchical":
         inside, between = two_levels(blocks, plan)
         levels = TwoLevels(
-            mesh.group("copies inside a node", inside, channel=channel), mesh.group("copies between nodes", between, channel=channel)
+            mesh.group("copies inside a node", inside, channel=channel),
+            mesh.group("copies between nodes", between, channel=channel),
         )
-    return Reduction(copies, wire=getattr(torch, reduce.wire) if reduce.wire else None, levels=levels)
+    return Reduction(copies, getattr(torch, reduce.wire) if reduce.wire else dtype.to_real(), levels=levels)
 
 
 def two_levels(copies: Blocks, plan: Plan) -> tuple[Blocks, Blocks]:

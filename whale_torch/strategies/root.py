@@ -1,4 +1,4 @@
-"""The model's own class after parallelize: the same name, the same signature, a forward that counts rows and weighs outputs."""
+"""The model's own class after parallelize: same name, same signature, a forward that counts rows and weighs outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
+from whale_torch.strategies.copies import Replacement
 from whale_torch.strategies.runtime import KEY, Runtime, runtime_of
 from whale_torch.strategies.state_hooks import refuse_assign
 
@@ -28,9 +28,6 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
         """As whale_torch.no_sync(model)."""
         return runtime_of(self, "no_sync").no_sync()
 
-    def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return pickled_as(self, base, (KEY, "_region", "_cut", "_options", "_delay"))
-
     @functools.wraps(base.load_state_dict)
     def load_state_dict(
         self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **options: Any
@@ -44,14 +41,15 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
 
     body = {
         "forward": forward, "no_sync": no_sync, "_get_name": get_name, "load_state_dict": load_state_dict,
-        "__reduce_ex__": reduce_ex, "__deepcopy__": deep_copied, "__copy__": shallow_copied,
+        "_added": (KEY,),
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
-    root: type[nn.Module] = type(base.__name__, (base,), body)
+    bases = (base,) if issubclass(base, Replacement) else (Replacement, base)
+    root: type[nn.Module] = type(base.__name__, bases, body)
     return root
 
 
 def make_root(model: nn.Module, runtime: Runtime) -> None:
     """Lets the model's forward run under its runtime."""
     model.__dict__[KEY] = runtime
-    model.__class__ = _root_class(type(model))
+    model.__class__ = _root_class(type(model))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_torch.comm.call import Anchor, Call, deliver
+from whale_torch.comm.call import Anchor, Call, Trained, deliver
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain
 from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.drift import note_gradients
@@ -45,7 +45,7 @@ class CopiedRuntime:
         def leave(x: Tensor) -> Tensor:
             x = x.rows() if isinstance(x, Columns) else x
             if trained and x.requires_grad:
-                x.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+                x.register_hook(_refuse_gradient)
             return x
 
         return map_tensors(forward(model, *args, **kwargs), leave)
@@ -76,9 +76,11 @@ class Runtime:
         self._delayed = [m for m in model.modules() if isinstance(m, ColumnLinear)]
         self._watched = [(name, owner, key, p) for name, owner, key, p in _owners(model)]
         self._trained = [p.requires_grad for _, _, _, p in self._watched]
+        self._trained_code = Trained(self._trained)
         self.gradients = self._make_gradients()
         self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
+        self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
         self._alone = mesh.world == 1 and not regions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
@@ -100,7 +102,7 @@ class Runtime:
             return self._leave(out, None, training) if self.regions else out
         call = self._begin(args, kwargs)
         try:
-            if grad and self.plan.num_feeds > 1:
+            if grad and self._seeks_losses:
                 with TrueMeanLoss(call, self._counts_group):
                     out = forward(model, *args, **kwargs)
             else:
@@ -112,7 +114,7 @@ class Runtime:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         plan = self.plan
         batch = self._reader.read(args, kwargs, hashed=plan.feed_size > 1)
-        self.call = Call(self._counts_group, plan.feed_size, batch, self._anchor, summed=plan.loss == "sum")
+        self.call = Call(self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum")
         for region in self.regions:
             region.call = self.call
         for layer in self._delayed:
@@ -164,6 +166,7 @@ class Runtime:
                 self._trained[i] = parameter.requires_grad
                 changed = True
         if changed:
+            self._trained_code = Trained(self._trained)
             sync = self.gradients.sync
             self.gradients.close()
             self.gradients = self._make_gradients()
@@ -190,6 +193,14 @@ def _deliver_columns(x: Columns, call: Call) -> Columns:
     else:
         out = Columns.of(deliver(plain(x), call, weigh=False), place, x.hold)
     return out
+
+
+def _may_call_losses(model: nn.Module) -> bool:
+    """Whether a loss function may run inside: torch's own modules call none, but for its loss modules."""
+    ours = ("torch.nn.", "whale_torch.")
+    losses = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
+    kinds = {type(module).__module__ for module in model.modules()}
+    return any(kind in losses or not kind.startswith(ours) for kind in kinds)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

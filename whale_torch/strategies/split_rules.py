@@ -13,41 +13,24 @@ from torch import Tensor, nn
 from whale_torch.comm.columns import Columns, ColumnsPlace, Hold
 from whale_torch.comm.region import Region
 from whale_torch.planning.rules import Cut, PlanFunction, SplitRule, register_rule, unregister_rule
-from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
+from whale_torch.strategies.copies import Replacement
 
 __all__ = ["SplitModule", "joined_class", "register_class", "register_split_rule", "run_class"]
 
 
-class SplitModule(nn.Module):
+class SplitModule(Replacement, nn.Module):
     """What the classes that run shards have in common.
 
     _region: the ranks that run it together. _cut: the plan's decision. _options: the scope's options.
     """
 
+    _added = ("_region", "_cut", "_options", "_delay")
     _region: Region
     _cut: Cut
     _options: dict[str, Any]
 
-    _added: tuple[str, ...] = ("_region", "_cut", "_options", "_delay")
-    """Attributes that a plain module of the same kind does not have."""
-
-    @classmethod
-    def _base(cls) -> type[nn.Module]:
-        """The class that the module had."""
-        base: type[nn.Module] = cls.__mro__[cls.__mro__.index(SplitModule) + 1]
-        return base
-
     def _get_name(self) -> str:
         return self._base().__name__
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return pickled_as(self, self._base(), self._added)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return deep_copied(self, memo)
-
-    def __copy__(self) -> nn.Module:
-        return shallow_copied(self)
 
     def _prepare(self) -> None:
         """Called once, after the parameters were cut."""

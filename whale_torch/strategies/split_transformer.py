@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
+from whale_torch.strategies.copies import Replacement
 from whale_torch.strategies.split_rules import SplitModule, joined_class
 
 __all__ = ["switch_off_fast_paths"]
@@ -26,27 +26,15 @@ def switch_off_fast_paths(model: nn.Module) -> None:
                 module.__class__ = joined_class(_PaddedEncoder, type(module))
 
 
-class _PaddedEncoder(nn.TransformerEncoder):
+class _PaddedEncoder(Replacement, nn.TransformerEncoder):
     """An encoder that gives, where torch's would have used nested tensors, what they give: no values at padding."""
-
-    @classmethod
-    def _base(cls) -> type[nn.Module]:
-        """The class that the module had."""
-        base: type[nn.Module] = cls.__mro__[cls.__mro__.index(_PaddedEncoder) + 1]
-        return base
 
     def _get_name(self) -> str:
         return self._base().__name__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        make, arguments, state = pickled_as(self, self._base(), ())
+        make, arguments, state = super().__reduce_ex__(protocol)
         return make, arguments, {**state, "use_nested_tensor": True}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return deep_copied(self, memo)
-
-    def __copy__(self) -> nn.Module:
-        return shallow_copied(self)
 
     def forward(
         self,

@@ -1,0 +1,71 @@
+"""The classifier on GPUs: one rank equals plain torch; several ranks, where there are GPUs, equal one process over NCCL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import whale_torch as wh
+from tests.world import world
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+
+class Classifier(nn.Module):
+    def __init__(self, annotated: bool, reduce_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features, self.head = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 24)), nn.Linear(24, 1003)
+        if annotated:
+            wh.replica(self.features, reduce_dtype=reduce_dtype)
+            wh.split(self.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(24, 16, generator=generator), torch.randint(0, 1003, (24,), generator=generator)
+
+
+def _train(rank: int, ranks: int, reduce_dtype: torch.dtype) -> list[Tensor]:
+    model = wh.parallelize(Classifier(True, reduce_dtype))
+    assert next(model.parameters()).is_cuda
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = (part.cuda() for part in (t.chunk(ranks)[rank] for t in _batch()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [value.cpu() for value in wh.full_state_dict(model).values()]
+
+
+def _reference() -> list[Tensor]:
+    model = Classifier(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = _batch()
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return [value.detach() for value in model.state_dict().values()]
+
+
+def _error(outcome: list[Tensor]) -> float:
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(outcome, _reference(), strict=True))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+def test_equals_one_process(ranks: int, dtype: torch.dtype, bar: float) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs needed, {torch.cuda.device_count()} here")
+    outcomes: list[Any] = world(ranks, _train, dtype, timeout=120)
+    assert max(_error(outcome) for outcome in outcomes) <= bar
