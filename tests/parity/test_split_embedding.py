@@ -112,5 +112,5 @@ def outside(rank: int, n: int, tied: bool) -> str:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_id_out_of_range_raises_on_every_rank(tied: bool) -> None:
-    for text in world(2, outside, tied):
+    for text in world(2, outside, tied, timeout=180):
         assert "out of range" in text
