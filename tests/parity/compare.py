@@ -90,7 +90,9 @@ def outputs(out: Any) -> list[Tensor]:
     return [t.detach().clone() for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, Tensor)]
 
 
-def train(model: Any, inputs: tuple[Any, ...], gradient: Callable[[nn.Parameter], Tensor], *, evaluate: bool = True) -> Run:
+def train(
+    model: Any, inputs: tuple[Any, ...], gradient: Callable[[nn.Parameter], Tensor], *, evaluate: bool = True
+) -> Run:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses, gradients = [], {}
     for step in range(2):
@@ -115,7 +117,15 @@ def reference(cls: type[Model], options: dict[str, Any], rows: int) -> Run:
     return run
 
 
-def on_rank(rank: int, n: int, cls: type[Model], options: dict[str, Any], sizes: Sequence[int], mode: str, mutate: Callable[[], None] | None) -> Run:
+def on_rank(
+    rank: int,
+    n: int,
+    cls: type[Model],
+    options: dict[str, Any],
+    sizes: Sequence[int],
+    mode: str,
+    mutate: Callable[[], None] | None,
+) -> Run:
     torch.manual_seed(0)
     model: Any = wh.parallelize(cls(SCOPES[mode], **options))
     if mutate is not None:
@@ -123,7 +133,10 @@ def on_rank(rank: int, n: int, cls: type[Model], options: dict[str, Any], sizes:
     runtime = runtime_of(model, "a test")
     feed = rank // runtime.plan.feed_size
     start = sum(sizes[:feed])
-    inputs = tuple(take(x, d, start, sizes[feed]) for x, d in zip(cls.batch(sum(sizes)), spread(cls.dims, cls.batch(1)), strict=True))
+    inputs = tuple(
+        take(x, d, start, sizes[feed])
+        for x, d in zip(cls.batch(sum(sizes)), spread(cls.dims, cls.batch(1)), strict=True)
+    )
     run = train(model, inputs, lambda p: full_tensor(p, p.grad))
     run.state = wh.full_state_dict(model)
     run.gathered = [key for region in runtime.regions for key in region.gathered]
@@ -145,7 +158,9 @@ def even(rows: int, feeds: int) -> list[int]:
     return [rows // feeds] * feeds
 
 
-def differences(ranks: list[Run], whole: Run, sizes: Sequence[int], feed_size: int, output_dim: int) -> dict[str, float]:
+def differences(
+    ranks: list[Run], whole: Run, sizes: Sequence[int], feed_size: int, output_dim: int
+) -> dict[str, float]:
     """How far the ranks are from one process, by what was compared."""
     rows = sum(sizes)
     feeds = ranks[::feed_size]
@@ -180,7 +195,9 @@ def differences(ranks: list[Run], whole: Run, sizes: Sequence[int], feed_size: i
 Case = tuple[type[Model], dict[str, Any]]
 
 
-def on_rank_all(rank: int, n: int, cases: list[Case], cuts: list[list[int]], mode: str, mutate: Callable[[], None] | None) -> list[Run]:
+def on_rank_all(
+    rank: int, n: int, cases: list[Case], cuts: list[list[int]], mode: str, mutate: Callable[[], None] | None
+) -> list[Run]:
     return [on_rank(rank, n, cls, options, cut, mode, mutate) for (cls, options), cut in zip(cases, cuts, strict=True)]
 
 

@@ -73,7 +73,9 @@ def mine(model: nn.Module, *tensors: Tensor) -> list[Tensor]:
     return [t.split(sizes)[index] for t in tensors]
 
 
-def backward(model: nn.Module, x: Tensor, y: Tensor, *, scale: Callable[[Tensor], Tensor] = lambda loss: loss) -> Tensor:
+def backward(
+    model: nn.Module, x: Tensor, y: Tensor, *, scale: Callable[[Tensor], Tensor] = lambda loss: loss
+) -> Tensor:
     loss = F.cross_entropy(model(x), y)
     scale(loss).backward()
     return loss.detach()
@@ -90,6 +92,8 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         return float("inf")
     top = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=1.0)
     errors = [
-        float((found[k] - t).abs().max()) / max(float(t.abs().max()), 0.01 * top, 1e-30) for k, t in expected.items() if t.numel()
+        float((found[k] - t).abs().max()) / max(float(t.abs().max()), 0.01 * top, 1e-30)
+        for k, t in expected.items()
+        if t.numel()
     ]
     return max(errors, default=0.0)

@@ -226,7 +226,9 @@ def error(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -
     worst = 0.0
     for name, e in expected.items():
         f = found[name]
-        assert (f is None) == (e is None), f"{name}: {'None' if f is None else 'a gradient'} on the rank, not so in one process"
+        assert (f is None) == (e is None), (
+            f"{name}: {'None' if f is None else 'a gradient'} on the rank, not so in one process"
+        )
         if f is None or e is None or not e.numel():
             continue
         assert f.shape == e.shape and f.dtype == e.dtype

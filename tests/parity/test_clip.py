@@ -128,7 +128,9 @@ def sparse_gradients(rank: int, n: int) -> tuple[float, float]:
     for m in (model, plain):
         m.features[0].weight.grad = None
     first = model.block.down.weight
-    first.grad = torch.sparse_coo_tensor(where, values[:, :1].expand(3, first.shape[1]).clone(), first.shape, check_invariants=True)
+    first.grad = torch.sparse_coo_tensor(
+        where, values[:, :1].expand(3, first.shape[1]).clone(), first.shape, check_invariants=True
+    )
     plain.block.down.weight.grad = first.grad.to_dense()
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     total = wh.clip_grad_norm_(model, 0.5)

@@ -81,7 +81,9 @@ def test_every_layout_starts_as_one_process() -> None:
     nets = [reference[kind] for kind in LAYOUTS]
     assert all(torch.equal(net[k], v) for net in nets for k, v in nets[0].items()), "a scope changes no value"
     zoo = reference["zoo columns"]
-    assert float(zoo["head.weight"].std()) == pytest.approx(1 / math.sqrt(3 * 8), rel=0.25), "the tied weight's own reset"
+    assert float(zoo["head.weight"].std()) == pytest.approx(1 / math.sqrt(3 * 8), rel=0.25), (
+        "the tied weight's own reset"
+    )
     assert torch.equal(zoo["words.weight"], zoo["head.weight"])
     assert float(zoo["attention.out_proj.bias"].abs().max()) == 0.0
     assert int(zoo["norm.num_batches_tracked"]) == 0
@@ -163,7 +165,9 @@ def with_init_fn(rank: int, n: int, layout: str) -> dict[str, Tensor]:
         except PlanError as error:
             assert all(p.is_meta for p in model.parameters())
             assert type(model) is Net
-            assert "init_fn of module 'block' (Block) changes 'block.down.weight' of a member, which is cut" in str(error)
+            assert "init_fn of module 'block' (Block) changes 'block.down.weight' of a member, which is cut" in str(
+                error
+            )
             continue
         out |= {f"{name} {k}": v for k, v in wh.full_state_dict(model).items()}
     return out
@@ -220,7 +224,13 @@ def test_what_nothing_initialises_is_refused_and_nothing_changed() -> None:
     text, model = refused(Silent)
     assert "module '0' (Silent) was built on the meta device with gain, and has no reset_parameters()" in text
     assert "init_fn" in text
-    wh.parallelize(model, init_fn=lambda m: [nn.init.ones_(t) for t in m._parameters.values() if t is not None] + [b.zero_() for b in m.buffers(recurse=False)])
+    wh.parallelize(
+        model,
+        init_fn=lambda m: (
+            [nn.init.ones_(t) for t in m._parameters.values() if t is not None]
+            + [b.zero_() for b in m.buffers(recurse=False)]
+        ),
+    )
     assert "reset_parameters() leaves '0.mask' of Mask unset" in refused(Mask)[0]
     assert "reset_parameters() replaces parameter '0.weight'" in refused(Replaces)[0]
     assert "init_fn leaves '2.weight' of BatchNorm1d unset" in refused(nn.Identity, init_fn=half_initialiser)[0]
@@ -378,7 +388,13 @@ def test_models_built_with_different_seeds_end_equal(layout: str, n: int) -> Non
 
 def test_a_model_library_initialises_with_its_own_function() -> None:
     transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "vocab_size": 50,
+    }
     config = transformers.BertConfig(**small)
     states = []
     for _ in range(2):
@@ -388,4 +404,6 @@ def test_a_model_library_initialises_with_its_own_function() -> None:
         states.append(wh.full_state_dict(model))
         assert torch.equal(model.bert.embeddings.position_ids, torch.arange(512)[None])
     assert worst(*states) == 0.0
-    assert float(states[0]["bert.embeddings.word_embeddings.weight"].std()) == pytest.approx(config.initializer_range, rel=0.1)
+    assert float(states[0]["bert.embeddings.word_embeddings.weight"].std()) == pytest.approx(
+        config.initializer_range, rel=0.1
+    )

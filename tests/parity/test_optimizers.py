@@ -59,7 +59,9 @@ def after_steps(rank: int, n: int, layout: str, names: list[str], before: bool) 
     return out
 
 
-@pytest.mark.parametrize(("layout", "n", "before"), [("own", 2, True), ("own", 3, False), ("mixed", 4, True), ("shared", 2, False)])
+@pytest.mark.parametrize(
+    ("layout", "n", "before"), [("own", 2, True), ("own", 3, False), ("mixed", 4, True), ("shared", 2, False)]
+)
 def test_element_wise_optimizers_are_those_of_one_process(layout: str, n: int, before: bool) -> None:
     # the metric divides by the largest move; sqrt(v) of tiny gradients is amplified by Adam's division
     for found in world(n, after_steps, layout, list(ELEMENT_WISE), before):
@@ -133,7 +135,9 @@ def refused(rank: int, n: int) -> dict[str, str]:
         optimizer = kind(model.parameters(), **options)
         backward(model, *mine(model, *batch()))
         with pytest.raises(PlanError) as caught:
-            optimizer.step(lambda: backward(model, *mine(model, *batch()))) if kind is torch.optim.LBFGS else optimizer.step()
+            optimizer.step(
+                lambda: backward(model, *mine(model, *batch()))
+            ) if kind is torch.optim.LBFGS else optimizer.step()
         out[kind.__name__] = str(caught.value)
     muon = torch.optim.Muon([model.head.weight, model.features[0].weight])
     with pytest.raises(PlanError) as caught:
@@ -229,7 +233,9 @@ def other_shape(rank: int, n: int) -> float:
     """The mutation: rank 1 steps with another rate."""
     plain, model = build("own"), wh.parallelize(build("own"))
     moved(plain, torch.optim.Adam(plain.parameters(), lr=0.01), lambda step: batch(seed=step))
-    moved(model, torch.optim.Adam(model.parameters(), lr=0.01 + 0.001 * rank), lambda step: mine(model, *batch(seed=step)))
+    moved(
+        model, torch.optim.Adam(model.parameters(), lr=0.01 + 0.001 * rank), lambda step: mine(model, *batch(seed=step))
+    )
     return worst(wh.full_state_dict(model), plain.state_dict())
 
 

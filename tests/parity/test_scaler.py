@@ -42,7 +42,9 @@ def overflow(model: nn.Module) -> None:
     model.head.weight.grad[-1, 0] = float("inf")
 
 
-def trained(rank: int, n: int, layout: str, fused: bool | None, with_clip: bool) -> tuple[list[float], list[float], float]:
+def trained(
+    rank: int, n: int, layout: str, fused: bool | None, with_clip: bool
+) -> tuple[list[float], list[float], float]:
     plain = build(layout)
     torch_clip = (lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)) if with_clip else None
     whale_clip = (lambda m: wh.clip_grad_norm_(m, 0.1)) if with_clip else None
@@ -77,7 +79,13 @@ def loop_in_one_process(plain: nn.Module, scaler: torch.amp.GradScaler, clip: An
 
 @pytest.mark.parametrize(
     ("layout", "n", "fused", "with_clip"),
-    [("own", 2, None, False), ("own", 3, None, True), ("shared", 2, True, False), ("mixed", 4, True, True), ("own", 1, None, True)],
+    [
+        ("own", 2, None, False),
+        ("own", 3, None, True),
+        ("shared", 2, True, False),
+        ("mixed", 4, True, True),
+        ("own", 1, None, True),
+    ],
 )
 def test_all_ranks_skip_as_one_process_does(layout: str, n: int, fused: bool | None, with_clip: bool) -> None:
     for scales, expected, error in world(n, trained, layout, fused, with_clip):

@@ -34,10 +34,19 @@ class Attention(Model):
     ):  # fmt: skip
         super().__init__()
         key, value = other or (WIDTH, WIDTH)
-        self.query, self.memory, self.memory_value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, key), nn.Linear(WIDTH, value)
+        self.query, self.memory, self.memory_value = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, key),
+            nn.Linear(WIDTH, value),
+        )
         with scope():
             self.attention = nn.MultiheadAttention(
-                WIDTH, heads, batch_first=batch_first, bias=bias, kdim=None if other is None else key, vdim=None if other is None else value
+                WIDTH,
+                heads,
+                batch_first=batch_first,
+                bias=bias,
+                kdim=None if other is None else key,
+                vdim=None if other is None else value,
             )
         self.heads, self.batch_first, self.cross = heads, batch_first, cross
         self.padding, self.mask, self.weights, self.causal = padding, mask, weights, causal
@@ -48,7 +57,11 @@ class Attention(Model):
     @staticmethod
     def batch(rows: int) -> tuple[Any, ...]:
         g = torch.Generator().manual_seed(3)
-        return torch.randn(rows, LENGTH, WIDTH, generator=g), torch.randn(rows, SOURCE, WIDTH, generator=g), torch.arange(rows)
+        return (
+            torch.randn(rows, LENGTH, WIDTH, generator=g),
+            torch.randn(rows, SOURCE, WIDTH, generator=g),
+            torch.arange(rows),
+        )
 
     dims = (0, 0, 0)
 

@@ -25,9 +25,22 @@ class Images(Model):
 class Pair(Images):
     """Convolution, norm, activation, pooling, convolution; 10 channels."""
 
-    def __init__(self, scope: Any, pool: str = "max", norm: bool = True, options: dict[str, Any] | None = None, channels: int = 10, momentum: float | None = 0.1):
+    def __init__(
+        self,
+        scope: Any,
+        pool: str = "max",
+        norm: bool = True,
+        options: dict[str, Any] | None = None,
+        channels: int = 10,
+        momentum: float | None = 0.1,
+    ):
         super().__init__()
-        pools = {"max": nn.MaxPool2d(2), "avg": nn.AvgPool2d(2), "adaptive": nn.AdaptiveAvgPool2d(3), "adaptive max": nn.AdaptiveMaxPool2d(2)}
+        pools = {
+            "max": nn.MaxPool2d(2),
+            "avg": nn.AvgPool2d(2),
+            "adaptive": nn.AdaptiveAvgPool2d(3),
+            "adaptive max": nn.AdaptiveMaxPool2d(2),
+        }
         with scope():
             self.body = nn.Sequential(
                 nn.Conv2d(CHANNELS, channels, 3, **(options or {"padding": 1})),

@@ -25,7 +25,9 @@ class Ids(Model):
     @staticmethod
     def batch(rows: int) -> tuple[Tensor, ...]:
         g = torch.Generator().manual_seed(2)
-        return torch.randint(0, WORDS, (rows, LENGTH), generator=g), torch.randint(0, WORDS, (rows, LENGTH), generator=g)
+        return torch.randint(0, WORDS, (rows, LENGTH), generator=g), torch.randint(
+            0, WORDS, (rows, LENGTH), generator=g
+        )
 
     @staticmethod
     def objective(out: Any, ids: Tensor, targets: Tensor) -> Tensor:
@@ -86,7 +88,9 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "n"), [("own", 2), ("own", 3), ("own", 4), ("shared", 2), ("shared", 4), ("pairs", 4)])
+@pytest.mark.parametrize(
+    ("mode", "n"), [("own", 2), ("own", 3), ("own", 4), ("shared", 2), ("shared", 4), ("pairs", 4)]
+)
 def test_embeddings_equal_one_process(mode: str, n: int) -> None:
     check_all(CASES, n, mode, uneven)
 

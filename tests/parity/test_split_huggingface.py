@@ -19,10 +19,18 @@ SIZES = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "max_po
 ROTARY = {**SIZES, "intermediate_size": 22, "num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": 0}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**ROTARY, "attention_bias": True}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**ROTARY, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {**ROTARY, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    ),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**ROTARY, "head_dim": 6}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**ROTARY, "sliding_window": 4}),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**SIZES, "num_attention_heads": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**SIZES, "num_attention_heads": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    ),
 }
 
 
@@ -37,7 +45,16 @@ class Causal(Model):
     rows = 8
     dims = (0, 0)
 
-    def __init__(self, scope: Any, kind: str, split: str = "", padding: bool = True, loss: str = "inside", attentions: bool = False, **options: Any):
+    def __init__(
+        self,
+        scope: Any,
+        kind: str,
+        split: str = "",
+        padding: bool = True,
+        loss: str = "inside",
+        attentions: bool = False,
+        **options: Any,
+    ):
         super().__init__()
         options = {"attn_implementation": "sdpa", **options}
         if scope is no_scope or split:
@@ -61,7 +78,12 @@ class Causal(Model):
 
     def forward(self, ids: Tensor, lengths: Tensor) -> Any:
         mask = (torch.arange(LENGTH) < lengths.unsqueeze(1)).long() if self.padding else None
-        out = self.model(input_ids=ids, attention_mask=mask, labels=ids if self.loss == "inside" else None, output_attentions=self.attentions)
+        out = self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            labels=ids if self.loss == "inside" else None,
+            output_attentions=self.attentions,
+        )
         if not torch.is_grad_enabled():
             return out.logits
         if self.attentions:
@@ -115,7 +137,9 @@ def generate(rank: int, n: int, rows: str) -> dict[str, Any]:
     except wh.LayoutError as error:
         found["error"] = str(error)
     beams = {**options, "num_beams": 2, "use_cache": rows == "shared"}
-    found["beams"] = torch.equal(make(contextlib.nullcontext()).generate(prompt, **beams), model.generate(prompt, **beams))
+    found["beams"] = torch.equal(
+        make(contextlib.nullcontext()).generate(prompt, **beams), model.generate(prompt, **beams)
+    )
     model.train()
     with pytest.raises(wh.LayoutError, match="not kept in a split where"):
         first = model(prompt)
@@ -131,7 +155,9 @@ def test_generation() -> None:
         assert found["beams"]
     for found in world(2, generate, "own", timeout=300):
         assert torch.equal(found["without"], found["expected"])
-        assert "keys and values of earlier calls are not kept in a split where its ranks have own rows" in found["error"]
+        assert (
+            "keys and values of earlier calls are not kept in a split where its ranks have own rows" in found["error"]
+        )
         assert found["beams"]
 
 
@@ -143,7 +169,11 @@ def misuse(rank: int, n: int) -> list[str]:
         model(input_ids=ids[:, : LENGTH - rank])
     texts.append(str(raised.value))
     hidden, positions = torch.randn(2, 3, 16), (torch.ones(2, 3, 2),) * 2
-    for given in ({"attention_mask": torch.ones(2, 3)}, {"position_bias": torch.ones(2, 8, 3, 3)}, {"position_ids": torch.ones(3, 2, 3)}):
+    for given in (
+        {"attention_mask": torch.ones(2, 3)},
+        {"position_bias": torch.ones(2, 8, 3, 3)},
+        {"position_ids": torch.ones(3, 2, 3)},
+    ):
         with pytest.raises(wh.LayoutError) as raised:
             model.model.layers[0].self_attn(hidden, position_embeddings=positions, **given)
         texts.append(str(raised.value))

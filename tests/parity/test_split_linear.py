@@ -28,7 +28,11 @@ class Pairs(Model):
         self.first = nn.Linear(6, 8)
         with scope(**({"cut": cut} if cut else {})):
             self.mlp = nn.Sequential(nn.Linear(8, 10, bias=bias), nn.GELU(), nn.Linear(10, 8, bias=bias))
-            self.gate, self.up, self.down = nn.Linear(8, 7, bias=bias), nn.Linear(8, 7, bias=bias), nn.Linear(7, 8, bias=bias)
+            self.gate, self.up, self.down = (
+                nn.Linear(8, 7, bias=bias),
+                nn.Linear(8, 7, bias=bias),
+                nn.Linear(7, 8, bias=bias),
+            )
             self.norm = nn.LayerNorm(8)
         self.shape = shape
 
@@ -59,7 +63,11 @@ class Lone(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
-        return self.wide(h).softmax(-1).sum(-1, keepdim=True) + self.out(self.narrow(h)) + (self.same(h) * self.guess(h)).mean(-1, keepdim=True)
+        return (
+            self.wide(h).softmax(-1).sum(-1, keepdim=True)
+            + self.out(self.narrow(h))
+            + (self.same(h) * self.guess(h)).mean(-1, keepdim=True)
+        )
 
 
 class Twice(Model):
@@ -107,6 +115,7 @@ def count_collectives(rank: int, n: int) -> dict[str, int]:
     """Collectives of the region in one forward and in one backward."""
     model: Any = wh.parallelize(Pairs(own))
     region = runtime_of(model, "a test").regions[0]
+
     def counted() -> tuple[int, int]:
         return region.headers.num_calls, region.rows.num_calls
 
@@ -131,8 +140,12 @@ def double_leave() -> None:
 
 def forget_bias() -> None:
     """Every rank adds its bias before the sum."""
-    RowLinear.forward = lambda self, x: leave_rows(  # type: ignore[method-assign]
-        F.linear(enter_columns(x, self._cut.widths, self._region)[0], self.weight, self.bias), *enter_columns(x, self._cut.widths, self._region)[1:], self._region
+    RowLinear.forward = (
+        lambda self, x: leave_rows(  # type: ignore[method-assign]
+            F.linear(enter_columns(x, self._cut.widths, self._region)[0], self.weight, self.bias),
+            *enter_columns(x, self._cut.widths, self._region)[1:],
+            self._region,
+        )
     )
 
 

@@ -43,7 +43,9 @@ def draw(rank: int, n: int, mode: str) -> dict[str, Tensor]:
         return kernel(*args, **kwargs)
 
     F.scaled_dot_product_attention = recording
-    x = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(rank // 2 if mode == "shared" else rank))
+    x = torch.randn(
+        ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(rank // 2 if mode == "shared" else rank)
+    )
     model.layer(x)
     weights = model.attention(x, x, x, average_attn_weights=False)[1]
     F.scaled_dot_product_attention = kernel

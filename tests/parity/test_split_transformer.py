@@ -34,7 +34,9 @@ class Encoder(Model):
             self.encoder = nn.TransformerEncoder(layer, 2, last, enable_nested_tensor=container)
             for i in split:
                 with scope():
-                    self.encoder.layers[i] = nn.TransformerEncoderLayer(WIDTH, heads, 22, dropout=0.0, batch_first=batch_first, **options)
+                    self.encoder.layers[i] = nn.TransformerEncoderLayer(
+                        WIDTH, heads, 22, dropout=0.0, batch_first=batch_first, **options
+                    )
         self.first = nn.Linear(WIDTH, WIDTH)
         self.padding, self.mask, self.batch_first, self.left = padding, mask, batch_first, left
         for parameter in self.parameters():  # norms' biases too: what stands at padding is seen
@@ -71,14 +73,25 @@ class Seq2Seq(Model):
     @staticmethod
     def batch(rows: int) -> tuple[Any, ...]:
         g = torch.Generator().manual_seed(7)
-        return torch.randn(rows, SOURCE, WIDTH, generator=g), torch.randn(rows, LENGTH, WIDTH, generator=g), torch.randint(2, SOURCE + 1, (rows,), generator=g)
+        return (
+            torch.randn(rows, SOURCE, WIDTH, generator=g),
+            torch.randn(rows, LENGTH, WIDTH, generator=g),
+            torch.randint(2, SOURCE + 1, (rows,), generator=g),
+        )
 
     def forward(self, source: Tensor, target: Tensor, lengths: Tensor) -> Tensor:
-        padding = torch.zeros(lengths.shape[0], SOURCE).masked_fill(torch.arange(SOURCE) >= lengths.unsqueeze(1), -torch.inf)
+        padding = torch.zeros(lengths.shape[0], SOURCE).masked_fill(
+            torch.arange(SOURCE) >= lengths.unsqueeze(1), -torch.inf
+        )
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         lift = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))
         out = self.transformer(
-            lift(source), lift(target), tgt_mask=mask, tgt_is_causal=True, src_key_padding_mask=padding, memory_key_padding_mask=padding
+            lift(source),
+            lift(target),
+            tgt_mask=mask,
+            tgt_is_causal=True,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
         )
         return lift(out)
 

@@ -130,7 +130,11 @@ def parts_in_memory(rank: int, n: int) -> None:
     assert isinstance(weight, CutTensor)
     assert type(state["features.0.weight"]) is Tensor
     assert f"part {rank} of {n} of 'head.weight' (11, 8)" in repr(weight)
-    copies = [copy.deepcopy(state), {k: v.clone() for k, v in state.items()}, {k: v.detach().cpu() for k, v in state.items()}]
+    copies = [
+        copy.deepcopy(state),
+        {k: v.clone() for k, v in state.items()},
+        {k: v.detach().cpu() for k, v in state.items()},
+    ]
     for kept in copies:
         assert isinstance(kept["head.weight"], CutTensor)
         assert torch.equal(kept["head.weight"], weight)
@@ -236,7 +240,9 @@ def loading(rank: int, n: int) -> None:
     assert all(given[k] is v for k, v in kept.items()), "the caller's dict"
     assert all(torch.equal(v, kept[k]) for k, v in given.items())
     given["head.weight"] = torch.zeros(3, 8)
-    with pytest.raises(RuntimeError, match=r"(?s)size mismatch for head.weight.*\[3, 8\].*current model is torch.Size\(\[11, 8\]\)"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)size mismatch for head.weight.*\[3, 8\].*current model is torch.Size\(\[11, 8\]\)"
+    ):
         model.load_state_dict(given)
     part = model.state_dict()["head.weight"].part()
     given["head.weight"] = part.clone()
@@ -256,7 +262,9 @@ def loading(rank: int, n: int) -> None:
         replica.load_state_dict(build("replica").state_dict(), assign=True)
     stolen = dict(model.state_dict())
     stolen["head.weight"] = stolen["head.weight"][:2]
-    with pytest.raises(CheckpointError, match=r"'head.weight' is part . of 2 with shape \(., 8\), but .* has shape \(2, 8\)"):
+    with pytest.raises(
+        CheckpointError, match=r"'head.weight' is part . of 2 with shape \(., 8\), but .* has shape \(2, 8\)"
+    ):
         model.load_state_dict(stolen)
 
 
