@@ -194,7 +194,7 @@ def test_a_rank_that_sleeps_is_named_within_the_time_out(layout: str, options: d
     (text,) = _others(ended)
     assert f"'{operation}' over" in text and "failed on rank 0" in text and "ranks [1] did not arrive" in text
     assert isinstance(ended[0].error, CommError) and ended[0].error.ranks == (1,)
-    assert ended[0].seconds < LONG
+    assert ended[0].seconds < TIMEOUT + 20
     assert isinstance(ended[1].error, CommError) and "ranks [0] waited here in vain" in str(ended[1].error)
 
 
