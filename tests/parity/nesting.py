@@ -18,7 +18,23 @@ from torch import Tensor, nn
 import whale_torch as wh
 from whale_torch.state import full_tensor
 
-__all__ = ["BAR", "MUTATIONS", "Case", "Net", "Part", "annotate", "batches", "compare", "difference", "loss_of", "nested", "own", "random_case", "replica", "train_all"]
+__all__ = [
+    "BAR",
+    "MUTATIONS",
+    "Case",
+    "Net",
+    "Part",
+    "annotate",
+    "batches",
+    "compare",
+    "difference",
+    "loss_of",
+    "nested",
+    "own",
+    "random_case",
+    "replica",
+    "train_all",
+]
 
 BAR = 2e-5
 Options = tuple[tuple[str, Any], ...]
@@ -90,7 +106,12 @@ class _Glu(nn.Module):
 class _Ffn(nn.Module):
     def __init__(self, dim: int, width: int):
         super().__init__()
-        self.norm, self.up, self.act, self.down = nn.LayerNorm(dim), nn.Linear(dim, width), nn.GELU(), nn.Linear(width, dim)
+        self.norm, self.up, self.act, self.down = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, width),
+            nn.GELU(),
+            nn.Linear(width, dim),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.act(self.up(self.norm(x))))
@@ -137,7 +158,9 @@ class Net(nn.Module):
 
     def __init__(self, case: Case):
         super().__init__()
-        self.inputs: nn.Module = nn.Embedding(case.vocabulary, DIM) if case.vocabulary else nn.Linear(case.input_width, DIM)
+        self.inputs: nn.Module = (
+            nn.Embedding(case.vocabulary, DIM) if case.vocabulary else nn.Linear(case.input_width, DIM)
+        )
         self.parts = nn.ModuleList(_PARTS[part.kind](DIM, part.width) for part in case.parts)
         self.heads = nn.ModuleList(nn.Linear(DIM, classes, bias=not case.tied) for classes, _ in case.heads)
         if case.tied:
@@ -177,7 +200,11 @@ def batches(case: Case, steps: int) -> list[tuple[Tensor, ...]]:
     lead = (rows, case.length) if case.length else (rows,)
     out = []
     for _ in range(steps):
-        x = torch.randint(case.vocabulary, lead, generator=draw) if case.vocabulary else torch.randn(*lead, case.input_width, generator=draw)
+        x = (
+            torch.randint(case.vocabulary, lead, generator=draw)
+            if case.vocabulary
+            else torch.randn(*lead, case.input_width, generator=draw)
+        )
         labels = []
         for classes, _ in case.heads:
             y = torch.randint(classes, lead, generator=draw)
@@ -259,7 +286,9 @@ def difference(case: Case, ranks: list[dict[str, Any]], one: dict[str, Any]) -> 
     total = sum(case.rows)
     for rank, found in enumerate(ranks):
         for mine, theirs in zip(found["grad"], one["grad"], strict=True):
-            assert {k for k, v in mine.items() if v is None} == {k for k, v in theirs.items() if v is None}, f"rank {rank}"
+            assert {k for k, v in mine.items() if v is None} == {k for k, v in theirs.items() if v is None}, (
+                f"rank {rank}"
+            )
             top = max(float(g.abs().max()) for g in theirs.values() if g is not None)
             for name, g in theirs.items():
                 if g is not None:
@@ -341,7 +370,10 @@ def _reducer_sum() -> Iterator[None]:
 def _no_weight() -> Iterator[None]:
     from whale_torch.comm.call import Call
 
-    with mock.patch.object(Call, "weight", lambda self: 1.0), mock.patch.object(Call, "share", lambda self, region: 1.0):
+    with (
+        mock.patch.object(Call, "weight", lambda self: 1.0),
+        mock.patch.object(Call, "share", lambda self, region: 1.0),
+    ):
         yield
 
 
@@ -353,7 +385,10 @@ def _own_count() -> Iterator[None]:
     def mine(self: Any, mine: Tensor, *_: Any) -> None:
         self.mine = mine
 
-    with mock.patch.object(loss._Divisor, "__init__", mine), mock.patch.object(loss._Divisor, "__call__", lambda self: self.mine):
+    with (
+        mock.patch.object(loss._Divisor, "__init__", mine),
+        mock.patch.object(loss._Divisor, "__call__", lambda self: self.mine),
+    ):
         yield
 
 
