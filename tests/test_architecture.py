@@ -41,8 +41,6 @@ UPWARD = {
 PRIVATE_TORCH = {
     # The world's store: torch has no public way to it.
     "torch.distributed.distributed_c10d._get_default_store": {"exits"},
-    # All process groups, also the script's own: torch lists them nowhere else.
-    "torch.distributed.distributed_c10d._world.pg_names": {"exits"},
     # torch's own documentation of __torch_function__ tells subclasses to use it.
     "torch._C.DisableTorchFunctionSubclass": {"comm"},
     # The end of backward: DDP and FSDP use it, and nothing public is called there.

@@ -8,9 +8,10 @@ at once, also while messages are under way that nobody will answer.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import json
+import logging
+import os
 import sys
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -53,18 +54,31 @@ def words() -> list[Word]:
 
 
 class _Exit:
-    """How this process ends."""
+    """How this process ends; code: of an error that ends it."""
 
     def __init__(self) -> None:
-        self.has_failed = False
+        self.code = 0
+
+    def leave(self) -> None:
+        """After an error, the last thing a process does: nothing else would end it at once.
+
+        gloo's destructors wait for messages under way, up to the time-out, and a thread that waits for one aborts the
+        process when the interpreter is gone.
+        """
+        if self.code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            logging.shutdown()
+            os._exit(self.code)
 
 
 _exit = _Exit()
+atexit.register(_exit.leave)  # functions registered later, by the script or by what it starts, run before it
 
 
 def failed() -> bool:
     """Whether an error ends this process."""
-    return _exit.has_failed
+    return _exit.code != 0
 
 
 @functools.cache
@@ -73,21 +87,14 @@ def watch_exit(rank: int) -> None:
     earlier = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _exit.has_failed = True
+        _exit.code = 130 if issubclass(kind, KeyboardInterrupt) else 1
         text = f"{kind.__name__}: {next(iter(str(error).splitlines()), '')}"
         leave_word(Word(rank, "failed", text[:_MOST_CHARACTERS]))
         earlier(kind, error, trace)
-        _abandon_groups()
 
     def end() -> None:
-        if not _exit.has_failed:
+        if not failed():
             leave_word(Word(rank, "ended", "its program was over"))
 
     sys.excepthook = hook
     atexit.register(end)
-
-
-def _abandon_groups() -> None:
-    """Keeps process groups from being destroyed: gloo's destructor waits for messages under way, up to the time-out."""
-    for group in list(dist.distributed_c10d._world.pg_names):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -24,9 +24,9 @@ from whale_torch.errors import CommError, LayoutError
 from whale_torch.strategies.runtime import runtime_of
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 PROMPT = 4.0  # a rank that ended is noticed long before the time-out
-LONG = 9.0  # more than the time-out and the time for last words
+LONG = 12.0  # more than the time-out and the time for last words
 
 
 def _step(case: Case) -> None:
@@ -118,7 +118,7 @@ SCRIPTS: dict[str, Callable[[Case, int], None]] = {
 
 
 def _outcomes(n: int, name: str, layout: str, **options: Any) -> list[Outcome]:
-    ended = outcomes(n, _run, name, layout, options, timeout=45)
+    ended = outcomes(n, _run, name, layout, options, timeout=45, init=True)
     assert all(o.returned or o.exit_code for o in ended), "a rank hangs"
     return ended
 
@@ -272,16 +272,18 @@ def test_inputs_that_differ_are_refused_on_every_rank(run: Callable[..., None], 
 
 
 SCRIPT = """
-import os, sys
+import atexit, os, sys, threading
 import torch, torch.distributed as dist
 import whale_torch as wh
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 wh.parallelize(model, timeout=70)
 model(torch.ones(2, 4)).sum().backward()
-under_way = dist.all_reduce(torch.ones(8), async_op=True) if os.environ["RANK"] == "1" else None
 if os.environ["RANK"] == "1":
+    atexit.register(print, "the script's own last words", flush=True)
+    under_way = dist.all_reduce(torch.ones(8), async_op=True)
     if sys.argv[1] == "raise":
+        threading.Thread(target=under_way.wait, daemon=True).start()
         raise ValueError("boom")
     sys.exit(3)
 model(torch.ones(2, 4)).sum().backward()
@@ -302,13 +304,17 @@ def test_processes_end_at_once(how: str, tmp_path: Path) -> None:
         world |= {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": 1}
         environment = os.environ | {name: str(value) for name, value in world.items()}
         command = [sys.executable, str(script), how]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        ranks.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
     try:
-        texts = [process.communicate(timeout=100)[1] for process in ranks]
+        outputs = [process.communicate(timeout=100) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
+    texts = [error for _, error in outputs]
     assert [process.returncode for process in ranks] == [1, 1 if how == "raise" else 3], texts
+    assert "the script's own last words" in outputs[1][0]
     assert time.monotonic() - begin < 55
     assert f"rank 1 ended: {'ValueError: boom' if how == 'raise' else 'its program was over'}" in texts[0]
     assert "terminate called" not in texts[0] + texts[1]
