@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
+from whale_torch.exits import failed, watch_exit
 
 __all__ = ["Group", "Mesh", "Surroundings", "TwoLevels", "start", "surroundings"]
 
@@ -168,48 +167,6 @@ def _backend(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
 
 
-def _ask_store(key: str, value: str | None = None) -> str | None:
-    """Reads or writes one key of the world's store without waiting; None where it is absent or the store is gone."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        if value is not None:
-            store.set(key, value)
-            return value
-        return store.get(key).decode() if store.check([key]) else None
-    except (RuntimeError, ValueError, OSError):  # the store lives in a rank that may have ended; then nothing is known
-        return None
-
-
-def note_place(group: Group, place: str) -> None:
-    """Tells the other ranks in which operation this one failed."""
-    _ask_store(f"whale/place/{group.rank}", place)
-
-
-def place_of_rank(group: Group, rank: int) -> str | None:
-    """The operation in which `rank` failed, if it noted one."""
-    return _ask_store(f"whale/place/{rank}")
-
-
-def failure_of(group: Group, rank: int) -> str | None:
-    """The error with which `rank` ended, if it noted one."""
-    return _ask_store(f"whale/failure/{rank}")
-
-
-_failed: list[int] = []
-
-
-def _note_failures(rank: int) -> None:
-    """Lets an error that ends this process be read by the ranks that wait for it."""
-    earlier = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _failed.append(rank)
-        _ask_store(f"whale/failure/{rank}", f"{kind.__name__}: {error}")
-        earlier(kind, error, trace)
-
-    sys.excepthook = hook
-
-
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a launcher told this process, without joining anything: None where it said nothing. cores: usable here."""
@@ -236,7 +193,7 @@ def _end() -> None:
 
     After an error the other ranks may never come: then the process just ends.
     """
-    if dist.is_initialized() and not _failed:
+    if dist.is_initialized() and not failed():
         _pool.groups.clear()
         dist.destroy_process_group()
 
@@ -259,9 +216,9 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
                 f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py"
             )
         dist.init_process_group(_backend(device), timeout=timeout)
-        _note_failures(dist.get_rank())
         atexit.register(_end)
     rank = dist.get_rank()
+    watch_exit(rank)
     return Mesh(rank, world, device, _cluster_of_world(world, device), timeout)
 
 

@@ -38,7 +38,7 @@ class CompiledLibrary:
 def load(device: str, path: Path, present: bool = True) -> CompiledLibrary:
     """Loads one library; a file that exists and does not load is warned about with the loader's own text."""
     if not present:
-        return CompiledLibrary(device, path, f"torch sees no {device} device")
+        return CompiledLibrary(device, path, f"this torch is built without {device}")
     if not path.exists():
         return CompiledLibrary(device, path, f"{path.name} was not built")
     try:
@@ -56,7 +56,7 @@ def compiled() -> dict[str, CompiledLibrary]:
     folder = Path(__file__).parents[1]
     return {
         "cpu": load("cpu", folder / "_C_cpu.so"),
-        "cuda": load("cuda", folder / "_C_cuda.so", torch.cuda.is_available()),
+        "cuda": load("cuda", folder / "_C_cuda.so", torch.backends.cuda.is_built()),
     }
 
 

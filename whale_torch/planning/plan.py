@@ -174,7 +174,7 @@ class Plan:
                 parameters=tuple((name, tuple(shape)) for name, shape in data["parameters"]),
                 rows_per_rank=data["rows_per_rank"],
                 assumption=data["assumption"],
-                batch_dim=_option_from_json(data["batch_dim"]),
+                batch_dim=_batch_dim_from_json(data["batch_dim"]),
                 loss=data["loss"],
                 parameter_bytes=data["parameter_bytes"],
                 gradient_bytes=data["gradient_bytes"],
@@ -221,6 +221,10 @@ def _graph_from_json(data: dict[str, Any]) -> TaskGraph:
         for a in data["annotations"]
     )
     return TaskGraph(**{**data, "annotations": annotations, "modules": tuple(data["modules"])})
+
+
+def _batch_dim_from_json(value: Any) -> int | tuple[tuple[str, int | None], ...]:
+    return value if isinstance(value, int) else tuple((name, dim) for name, dim in value)
 
 
 def _option_to_json(value: object) -> object:

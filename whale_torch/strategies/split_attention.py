@@ -176,6 +176,8 @@ class _Masks:
         return tuple(row[0] for row in rows), any(states), min(states) == 2
 
     def _digest(self, mask: Tensor) -> int:
+        if mask.is_meta:
+            return 0
         known: int | None = self._region.recall(mask, "digest of a mask")
         if known is None:
             bits = mask.detach().to(torch.uint8) if mask.dtype == torch.bool else mask.detach()
