@@ -300,6 +300,20 @@ def unknown_module(rank: int, n: int) -> None:
     wh.plan(model, cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
 
 
+@mistake(
+    P,
+    "A parametrized weight",
+    wh.PlanError,
+    r"'0' \(ParametrizedLinear\) has parametrized parameters \['weight'\]",
+    site=True,
+)
+def parametrized_weight(rank: int, n: int) -> None:
+    """What weight_norm or spectral_norm compute from a shard is not a shard of what they compute from the whole."""
+    with wh.split():
+        head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
+    wh.plan(nn.Sequential(head), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
 @mistake(P, "An embedding with max_norm", wh.PlanError, r"Embedding '0' with max_norm=1\.0 cannot be split", site=True)
 def embedding_with_max_norm(rank: int, n: int) -> None:
     """max_norm looks at whole rows, of which a rank has a part."""
@@ -529,6 +543,22 @@ def rank_zero_only(rank: int, n: int) -> None:
     if rank == 0:
         print(z.amax())
     F.cross_entropy(z, torch.tensor([0, 1])).backward()
+
+
+@mistake(
+    W,
+    "Sequences of different lengths",
+    wh.LayoutError,
+    r"queries and keys of lengths \(3, 3\) and \(4, 4\)",
+    ranks=2,
+    alone=True,
+)
+def different_lengths(rank: int, n: int) -> None:
+    """Attention that is split runs on the sequences of all ranks of its group together."""
+    with wh.split():
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = wh.parallelize(nn.Sequential(layer))
+    model(torch.ones(2, 3 + rank, 8))
 
 
 # ---- training ----

@@ -194,7 +194,15 @@ class EveryOption(nn.Module):
             self.head = nn.Linear(8, 10)
 
 
-@pytest.mark.parametrize("make", [EveryOption, lambda: transformer(3)])
+class NamedInputs(nn.Linear):
+    """batch_dim by input."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        wh.replica(batch_dim={"input": 1, "mask": None})(self)
+
+
+@pytest.mark.parametrize("make", [EveryOption, lambda: transformer(3), NamedInputs])
 def test_json_round_trips(make: object, tmp_path: Path) -> None:
     plan = wh.plan(
         make(),
