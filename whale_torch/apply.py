@@ -15,6 +15,7 @@ from whale_torch.annotation import Annotation
 from whale_torch.capture import Scope
 from whale_torch.checkpoint.plain import Weights, read_weights
 from whale_torch.cluster import Cluster
+from whale_torch.comm.collectives import all_reduce
 from whale_torch.comm.drift import watch_optimizers
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError, WhaleError
@@ -98,7 +99,7 @@ def parallelize(
         given = state or {}
         _together(mesh, lambda: check_can_materialize(model, init_fn, given))
         shards = {name: (cut.shard, cut.index) for name, cut in cuts.items()}
-        materialize(model, shards, seed=seed, init_fn=init_fn, given=given)
+        materialize(model, shards, seed=seed, init_fn=init_fn, given=given, any_rank=lambda flag: _any_rank(mesh, flag))
     regions = apply_split(model, made, mesh, cuts)
     attach_state_hooks(model)
     if state is not None:
@@ -113,6 +114,12 @@ def parallelize(
     watch_optimizers()
     torch.manual_seed(seed + 1 + mesh.rank // made.feed_size)
     return model
+
+
+def _any_rank(mesh: Mesh, flag: bool) -> bool:
+    """Whether the flag is set on some rank: a small collective."""
+    found = all_reduce(torch.tensor([float(flag)]), mesh.everyone(), op=dist.ReduceOp.MAX, name="initial values")
+    return bool(found)
 
 
 def _check_first_time(model: nn.Module) -> None:
@@ -130,7 +137,7 @@ def _check_first_time(model: nn.Module) -> None:
     if is_parallelized(model):
         found = next((place.name for p in model.parameters() if (place := place_of(p))), None)
         raise PlanError(
-            f"this {type(model).__name__} belongs to a parallelized model" + (f" (as its '{found}')." if found else "."),
+            f"this {model._get_name()} belongs to a parallelized model" + (f" (as its '{found}')." if found else "."),
             fix="call wh.parallelize once, on the outermost module",
         )
 

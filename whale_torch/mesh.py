@@ -17,7 +17,7 @@ import torch.distributed as dist
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 
-__all__ = ["Group", "Mesh", "Surroundings", "start", "surroundings"]
+__all__ = ["Group", "Mesh", "Surroundings", "TwoLevels", "start", "surroundings"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -26,7 +26,10 @@ class Group:
     """Some ranks and the process group that joins them (None for a rank alone); copies of a model share it.
 
     name: what messages call it. ranks: global numbers in order. index: this rank's place among them.
+    levels: the same ranks inside nodes and between nodes, where exchanges should cross a node's link once.
     """
+
+    levels: TwoLevels | None = None
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None):
         self.name, self.ranks, self.rank = name, ranks, rank
@@ -57,6 +60,14 @@ class Group:
         return f"Group({self.name}, ranks {list(self.ranks)})"
 
 
+@dataclass(frozen=True)
+class TwoLevels:
+    """A group's ranks of one node, and its ranks at the same place on all nodes; rank = node * inside.size + place."""
+
+    inside: Group
+    between: Group
+
+
 class _Pool:
     """Groups that the models of one process share: they live as long as the world's own group."""
 
@@ -84,6 +95,32 @@ class Mesh:
     def __init__(self, rank: int, world: int, device: torch.device, cluster: Cluster, timeout: timedelta):
         self.rank, self.world, self.device, self.cluster, self.timeout = rank, world, device, cluster, timeout
         self._groups: dict[tuple[Any, ...], Group] = {}
+
+    def two_levels(self, name: str, blocks: tuple[tuple[int, ...], ...], *, channel: str = "") -> Group:
+        """As group, with levels where every block spans several nodes, with several and equally many ranks on each."""
+        group = self.group(name, blocks, channel=channel)
+        levels = self._levels(blocks)
+        if levels is not None and group.levels is None:
+            inside, between = levels
+            group.levels = TwoLevels(
+                self.group(f"{name} inside a node", inside, channel=channel),
+                self.group(f"{name} between nodes", between, channel=channel),
+            )
+        return group
+
+    def _levels(self, blocks: tuple[tuple[int, ...], ...]) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
+        inside: list[tuple[int, ...]] = []
+        between: list[tuple[int, ...]] = []
+        for block in blocks:
+            nodes: dict[int, list[int]] = {}
+            for rank in block:
+                nodes.setdefault(self.cluster.node_of(rank), []).append(rank)
+            sizes = {len(ranks) for ranks in nodes.values()}
+            if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
+                return None
+            inside += [tuple(ranks) for ranks in nodes.values()]
+            between += list(zip(*nodes.values(), strict=True))
+        return tuple(inside), tuple(between)
 
     def group(self, name: str, blocks: tuple[tuple[int, ...], ...], *, channel: str = "") -> Group:
         """The block of `blocks` that holds this rank; every rank calls it with the same blocks.
@@ -118,7 +155,7 @@ class Mesh:
         return [*self._groups.values(), *([] if self.world == 1 else self._shared().values())]
 
     def everyone(self, *, channel: str = "") -> Group:
-        return self.group("world", (tuple(range(self.world)),), channel=channel)
+        return self.two_levels("world", (tuple(range(self.world)),), channel=channel)
 
 
 _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}

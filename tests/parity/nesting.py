@@ -53,7 +53,7 @@ class Case:
     rows: samples of each feed; its length is the number of feeds. world: ranks. length: tokens of a sample, 0 for none.
     vocabulary: the input is ids of so many words, and the first part's width is that of their embedding.
     heads: classes and scopes of each output layer. loss: "outside", "inside" the model, or "gathered": on plain rows.
-    ignored: labels that are ignored, a fraction. frozen: a regular expression of parameter names.
+    before: every parameter has a gradient when the model is parallelized. ignored: labels that are ignored, a fraction. frozen: a regular expression of parameter names.
     """
 
     world: int
@@ -71,6 +71,7 @@ class Case:
     default: Scopes = ()
     seed: int = 0
     input_width: int = 6
+    before: bool = False
 
     @property
     def feed_size(self) -> int:
@@ -216,6 +217,7 @@ def train(rank: int, n: int, case: Case, mutation: str | None = None, steps: int
         model = Net(case)
         for name, p in model.named_parameters():
             p.requires_grad_(not re.fullmatch(case.frozen, name))
+            p.grad = p.detach().clone() if case.before else None
         start, stop = 0, sum(case.rows)
         if n:
             annotate(model, case)
@@ -234,7 +236,8 @@ def _steps(model: nn.Module, case: Case, mine: slice, steps: int, n: int) -> dic
     for make in optimizers:
         optimizer = make([p for p in model.parameters() if p.requires_grad])
         for _ in range(steps):
-            optimizer.zero_grad()
+            if not case.before or found["grad"]:
+                optimizer.zero_grad()
             for i in range(case.accumulate):
                 quiet = n and case.no_sync and i + 1 < case.accumulate
                 with wh.no_sync(model) if quiet else contextlib.nullcontext():

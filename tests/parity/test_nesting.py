@@ -14,10 +14,12 @@ from tests.parity.nesting import (
     Part,
     Scopes,
     compare,
+    difference,
     nested,
     own,
     random_case,
     replica,
+    train,
     train_all,
 )
 from tests.world import world
@@ -161,3 +163,15 @@ def test_networks_drawn_by_chance(n: int, first: int) -> None:
     for i, case in enumerate(drawn):
         found = compare(case, [results[i] for results in by_rank], 1)
         assert all(error <= BAR for error in found.values()), (found, case)
+
+
+def _left_over(rank: int, n: int) -> dict[str, object]:
+    """A gradient from before wh.parallelize stays what it was, and the next one adds to it."""
+    case = NESTINGS["mixed rows, 4"]
+    return train(rank, n, replace(case, before=True), None, 1)
+
+
+def test_gradients_left_from_before_are_kept() -> None:
+    case = replace(NESTINGS["mixed rows, 4"], before=True)
+    found = difference(case, world(4, _left_over), train(0, 0, case, None, 1))
+    assert all(error <= BAR for error in found.values()), found

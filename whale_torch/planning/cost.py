@@ -21,7 +21,8 @@ from whale_torch.planning.rules import Cut
 __all__ = ["DEFAULT_ROWS", "all_reduce_bytes", "estimate", "gradient_traffic", "price", "shards_of"]
 
 DEFAULT_ROWS = 32
-_HEADER_BYTES = 8
+_HEADER_BYTES = 64
+_COUNT_BYTES = 32
 _ID_BYTES = 8
 
 
@@ -87,7 +88,7 @@ def estimate(plan: Plan) -> list[Traffic]:
     total: dict[tuple[str, str], float] = {}
     rows, ends = plan.rows_per_rank, _open_ends(plan.cuts)
     if plan.world > 1:
-        total["row counts", f"{plan.world} ranks"] = 2.0 * _HEADER_BYTES * (plan.world - 1)
+        total["row counts", f"{plan.world} ranks"] = float(_COUNT_BYTES * (plan.world - 1))
     before: Cut | None = None
     for cut in plan.cuts:
         device = plan.device(plan.taskgraph_of(cut.module).device)

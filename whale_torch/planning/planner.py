@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -110,15 +111,13 @@ def _place(grouping: Grouping, cluster: Cluster, feed_size: int) -> tuple[list[T
 
 def _cut(model: nn.Module, grouping: Grouping, graphs: list[TaskGraph], devices: dict[str, VirtualDevice]) -> list[Cut]:
     """Asks the rules, module by module in order; a rule that takes a whole module over answers for its members."""
-    contexts = {
-        graph.index: _context(model, grouping, graph, devices[graph.device].size) for graph in graphs if graph.kind == "split"
-    }  # fmt: skip
+    contexts = _contexts(model, grouping, graphs, devices)
     cuts: list[Cut] = []
     done: list[str] = []
     for name, module in model.named_modules():
         context = contexts.get(grouping.graph_of[name])
-        if context is None or any(d in ("", name) or name.startswith(d + ".") for d in done):
-            continue
+        if context is None or (done and (done[-1] in ("", name) or name.startswith(done[-1] + "."))):
+            continue  # modules come in order: only the last one taken over can hold this one
         rule = find_rule(module, name, context)
         if rule is None:
             continue
@@ -128,23 +127,42 @@ def _cut(model: nn.Module, grouping: Grouping, graphs: list[TaskGraph], devices:
     return cuts
 
 
-def _context(model: nn.Module, grouping: Grouping, graph: TaskGraph, size: int) -> RuleContext:
-    """What the rules of one split TaskGraph may know: roles from neighbours and from the model's own plan."""
+def _contexts(
+    model: nn.Module, grouping: Grouping, graphs: list[TaskGraph], devices: dict[str, VirtualDevice]
+) -> dict[int, RuleContext]:
+    """What the rules of each split TaskGraph may know: roles from neighbours and from the model's own plan."""
+    splits = [graph for graph in graphs if graph.kind == "split"]
+    if not splits:
+        return {}
     names = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-
-    def inside(module: nn.Module) -> bool:
-        return grouping.graph_of.get(names[module]) == graph.index
-
-    forced = graph.option("split", "cut")
-    roles: dict[nn.Module, Role] = {}
+    forced = {graph.index: graph.option("split", "cut") for graph in splits}
+    roles: dict[int, dict[nn.Module, Role]] = {graph.index: {} for graph in splits}
     for parent in model.modules():
-        roles |= neighbour_roles(filter(inside, parent.children()), None if forced is None else str(forced))
-    planned, containers = model_plan(model, inside)
-    for module, role in planned.items():
-        if module not in roles or (forced is None and roles[module].name != role.name):
-            roles[module] = role
-    columns = frozenset(id(m.weight) for m, role in roles.items() if role.name == "columns" and isinstance(m, nn.Linear))
-    return RuleContext(size, graph.site, roles, columns, containers)
+        together: dict[int, list[nn.Module]] = {}
+        for child in parent.children():
+            index = grouping.graph_of.get(names[child], -1)
+            if index in roles:
+                together.setdefault(index, []).append(child)
+        for index, children in together.items():
+            cut = forced[index]
+            roles[index] |= neighbour_roles(children, None if cut is None else str(cut))
+    has_plan = any(model_plan(model, lambda module: True))
+    found = {}
+    for graph in splits:
+        own, containers = roles[graph.index], {}
+        if has_plan:
+            planned, containers = model_plan(model, partial(_is_in, grouping, names, graph.index))
+            for module, role in planned.items():
+                if module not in own or (forced[graph.index] is None and own[module].name != role.name):
+                    own[module] = role
+        columns = (m.weight for m, role in own.items() if role.name == "columns" and isinstance(m, nn.Linear))
+        size = devices[graph.device].size
+        found[graph.index] = RuleContext(size, graph.site, own, frozenset(map(id, columns)), containers)
+    return found
+
+
+def _is_in(grouping: Grouping, names: dict[nn.Module, str], index: int, module: nn.Module) -> bool:
+    return grouping.graph_of.get(names[module]) == index
 
 
 def _shards(model: nn.Module, cuts: list[Cut], grouping: Grouping, graphs: list[TaskGraph]) -> tuple[dict[str, Shard], dict[str, int]]:

@@ -51,7 +51,7 @@ class BatchReader:
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, hashed: bool) -> Batch:
         """The batch in the arguments of one call. Raises LayoutError where the inputs named disagree."""
         rows, other = self._count_named(args, kwargs) if self._named is not None else self._count_first(args, kwargs)
-        return Batch(rows, digest((args, kwargs)) if hashed else 0, other)
+        return Batch(rows, digest((args, kwargs) if kwargs else args) if hashed else 0, other)
 
     def _count_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
         dim = self._dim
@@ -91,11 +91,11 @@ def _size(value: Any, dim: int | None) -> int | None:
     return next((t.shape[dim] for t in tensors_in(value) if dim is not None and t.dim() > dim), None)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _multipliers(num_words: int, device: torch.device) -> Tensor:
     """Odd random 64-bit numbers, the same on every rank."""
     generator = torch.Generator().manual_seed(0x5EED)
-    words = torch.randint(-(1 << 63), (1 << 63) - 1, (num_words,), generator=generator)
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (num_words,), generator=generator, device="cpu")
     return (words | 1).to(device)
 
 
@@ -104,15 +104,20 @@ _BLOCK = 1 << 15
 
 def _words(x: Tensor) -> Iterator[Tensor]:
     """The bits of a tensor as 64-bit words, in pieces of one length but the last."""
-    bits = x.detach().contiguous().view(-1).view(torch.uint8)
-    whole = bits.numel() // 8 * 8
-    if whole:
-        body = bits[:whole]
-        yield from (body.clone() if body.storage_offset() % 8 else body).view(torch.int64).split(_BLOCK)
-    if whole < bits.numel():
-        tail = bits.new_zeros(8)
-        tail[: bits.numel() - whole] = bits[whole:]
-        yield tail.view(torch.int64)
+    flat = x.detach().contiguous().view(-1)
+    num_bytes = flat.numel() * flat.element_size()
+    if num_bytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
+        if num_bytes:
+            yield from flat.view(torch.int64).split(_BLOCK)
+        return
+    padded = flat.new_zeros(-(-num_bytes // 8) * 8, dtype=torch.uint8)
+    padded[:num_bytes] = flat.view(torch.uint8)
+    yield from padded.view(torch.int64).split(_BLOCK)
+
+
+@functools.lru_cache(maxsize=256)
+def _form(shape: torch.Size, dtype: torch.dtype) -> int:
+    return zlib.crc32(f"{tuple(shape)} {dtype}".encode())
 
 
 def digest(inputs: Any) -> int:
@@ -125,13 +130,13 @@ def digest(inputs: Any) -> int:
         if not isinstance(leaf, Tensor):
             total = _mix(total, zlib.crc32(repr(leaf).encode()))
             continue
-        total = _mix(total, zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode()))
+        total = _mix(total, _form(leaf.shape, leaf.dtype))
         if leaf.is_meta:  # no bits
             continue
         dense = leaf if leaf.layout is torch.strided else leaf.detach().to_dense()
-        sums = [(words * _multipliers(_BLOCK, words.device)[: words.numel()]).sum() for words in _words(dense)]
-        for value in torch.stack(sums).tolist() if sums else ():
-            total = _mix(total, value)
+        sums = [words.mul(_multipliers(words.numel(), words.device)).sum() for words in _words(dense)]
+        for value in sums if len(sums) < 2 else torch.stack(sums).tolist():
+            total = _mix(total, int(value))
     return total
 
 

@@ -15,7 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from whale_torch.ops.precision import autocast_dtype
 
-__all__ = ["Delay", "delayed_linear"]
+__all__ = ["MIN_ELEMENTS", "Delay", "delayed_linear"]
+
+MIN_ELEMENTS = 1 << 20
+"""Elements of a weight from which its gradient takes longer than what it costs to put it off."""
 
 
 class _Old(torch.autograd.Function):
@@ -90,7 +93,7 @@ class Delay:
 
 def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
     """F.linear of x [N, D], delayed where a delay was made and nothing casts in between."""
-    if not torch.is_grad_enabled() or autocast_dtype(x.device):
+    if weight.numel() < MIN_ELEMENTS or not torch.is_grad_enabled() or autocast_dtype(x.device):
         return F.linear(x, weight, bias)
     out: Tensor = _Now.apply(x, weight, bias) if delay is None else delay.linear(x, weight, bias)  # type: ignore[no-untyped-call]
     return out

@@ -45,6 +45,9 @@ def _leaves(value: Any, above: frozenset[int], plain: bool) -> Iterator[Any]:
         return
     if isinstance(value, (*_PLAIN, *_CLOSED)) or id(value) in above or PARTS in getattr(value, "__dict__", {}):
         return
+    if type(value) is tuple and all(isinstance(item, Tensor) for item in value):
+        yield from value
+        return
     inside = above | {id(value)}
     if isinstance(value, Mapping):
         items: Iterable[Any] = value.values()

@@ -20,8 +20,8 @@ from whale_torch.comm.registry import place_of
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import GatherRecord, Plan
+from whale_torch.strategies import delayed
 from whale_torch.strategies.batch import BatchReader
-from whale_torch.strategies.delayed import Delay
 from whale_torch.strategies.outputs import map_tensors
 from whale_torch.strategies.split_linear import ColumnLinear
 from whale_torch.strategies.state_hooks import cut_places
@@ -73,7 +73,9 @@ class Runtime:
         self.plan, self.mesh, self.regions, self._make_reducers = plan, mesh, regions, make_reducers
         self.call: Call | None = None
         self._counts_group = mesh.everyone(channel="row counts")
-        self._delayed = [m for m in model.modules() if isinstance(m, ColumnLinear)]
+        self._delayed = [
+            m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
+        ]
         self._watched = [(name, owner, key, p) for name, owner, key, p in _owners(model)]
         self._trained = [p.requires_grad for _, _, _, p in self._watched]
         self._trained_code = Trained(self._trained)
@@ -81,7 +83,6 @@ class Runtime:
         self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
         self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
-        self._alone = mesh.world == 1 and not regions
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
         return CopiedRuntime(self.plan, self.regions)
@@ -91,15 +92,18 @@ class Runtime:
 
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the whole model: rows counted, outputs weighed and reducers armed by them."""
-        if self._alone or self.call is not None:  # one process; or the model calls itself
+        if self.call is not None:  # the model calls itself
             return forward(model, *args, **kwargs)
         grad = torch.is_grad_enabled()
         training = model.training and grad
+        if self.mesh.world == 1 or (not grad and self.plan.feed_size == 1):  # no weights and nothing to average
+            out = forward(model, *args, **kwargs)
+            if not self.regions:
+                return out
+            self._end()
+            return self._leave(out, None, training)
         if grad:
             self._check_parameters()
-        if not grad and self.plan.feed_size == 1:
-            out = forward(model, *args, **kwargs)
-            return self._leave(out, None, training) if self.regions else out
         call = self._begin(args, kwargs)
         try:
             if grad and self._seeks_losses:
@@ -119,7 +123,7 @@ class Runtime:
             region.call = self.call
         for layer in self._delayed:
             if torch.is_grad_enabled() and layer.weight.requires_grad:
-                layer._delay = Delay(layer.weight, layer.bias)
+                layer.__dict__["_delay"] = delayed.Delay(layer.weight, layer.bias)
         return self.call
 
     def _end(self) -> None:
@@ -128,7 +132,7 @@ class Runtime:
             region.call = None
             region.forget()
         for layer in self._delayed:
-            layer._delay = None
+            layer.__dict__["_delay"] = None
 
     def _leave(self, out: Any, call: Call | None, training: bool) -> Any:
         def one(x: Tensor) -> Tensor:

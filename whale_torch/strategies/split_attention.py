@@ -181,7 +181,8 @@ class _Masks:
         known: int | None = self._region.recall(mask, "digest of a mask")
         if known is None:
             bits = mask.detach().to(torch.uint8) if mask.dtype == torch.bool else mask.detach()
-            known = (int(torch.hash_tensor(bits).item()) + hash(tuple(mask.shape))) & 0x7FFFFFFFFFFFFFFF
+            hashed = 0 if mask.is_meta else int(torch.hash_tensor(bits).item())
+            known = (hashed + hash(tuple(mask.shape))) & 0x7FFFFFFFFFFFFFFF
             self._region.remember(mask, "digest of a mask", known)
         return known
 
