@@ -146,7 +146,9 @@ class Mesh:
     def _join(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Makes one group; ranks outside it take part, since all count the groups made so far."""
         # new_group does not inherit the time-out of the world's group
-        group: dist.ProcessGroup | None = dist.new_group(list(block), timeout=self.timeout, backend=_backend(self.device))
+        group: dist.ProcessGroup | None = dist.new_group(
+            list(block), timeout=self.timeout, backend=_backend(self.device)
+        )
         return group
 
     def groups(self) -> list[Group]:
@@ -210,7 +212,9 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
         if world == 1:
             return Mesh(0, 1, device, Cluster.of(device=device.type), timeout)
         if "RANK" not in os.environ:
-            raise PlanError(f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py")
+            raise PlanError(
+                f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py"
+            )
         dist.init_process_group(_backend(device), timeout=timeout)
         atexit.register(_end)
     rank = dist.get_rank()
@@ -221,7 +225,10 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
 def _integer(name: str, default: int) -> int:
     value = os.environ.get(name, str(default))
     if not value.isdecimal() or int(value) < (1 if name.endswith("SIZE") else 0):
-        raise PlanError(f"the environment says {name}={value!r}, which is no number of ranks.", fix="start with torchrun --nproc-per-node N script.py")
+        raise PlanError(
+            f"the environment says {name}={value!r}, which is no number of ranks.",
+            fix="start with torchrun --nproc-per-node N script.py",
+        )
     return int(value)
 
 
@@ -232,8 +239,9 @@ def _device(asked: torch.device | str | None, world: int) -> torch.device:
     device = torch.device(asked)
     if device.type == "meta" or (world > 1 and device.type not in ("cpu", *_DEVICE_BACKENDS)):
         raise PlanError(
-            f"{world} ranks cannot train on device '{device}'.", fix=f"device= one of cpu, {', '.join(_DEVICE_BACKENDS)}"
-        )  # fmt: skip
+            f"{world} ranks cannot train on device '{device}'.",
+            fix=f"device= one of cpu, {', '.join(_DEVICE_BACKENDS)}",
+        )
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
@@ -242,7 +250,7 @@ def _device(asked: torch.device | str | None, world: int) -> torch.device:
         raise PlanError(
             f"this rank wants cuda:{index} (LOCAL_RANK {local_rank}), but torch sees {count} CUDA devices.",
             fix=f"start at most {count} ranks a node (torchrun --nproc-per-node), or pass device=",
-        )  # fmt: skip
+        )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
@@ -261,5 +269,5 @@ def _cluster_of_world(world: int, device: torch.device) -> Cluster:
         raise PlanError(
             f"ranks of one node are not numbered side by side: ranks 0 to {world - 1} are on nodes {nodes}.",
             fix="start the ranks with torchrun",
-        )  # fmt: skip
+        )
     return Cluster(tuple(nodes.count(node) for node in in_order), device=device.type)

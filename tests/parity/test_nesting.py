@@ -68,9 +68,12 @@ NESTINGS |= {
     "2 and 8 on 8": case(8, 1, [("ffn", own(2)), ("glu", own(8))], [own(8)]),
     "4 and 8 on 8, pairs fed alike": case(8, 2, [("ffn", nested(2)), ("glu", own(4))], [own(8)]),
     "all of them": case(
-        8, 2, [("linear", R), ("glu", nested(2)), ("ffn", own(4)), ("twice", nested(8, rows="own")), ("linear", ())], [own(8), own(2, rows="shared")]
+        8,
+        2,
+        [("linear", R), ("glu", nested(2)), ("ffn", own(4)), ("twice", nested(8, rows="own")), ("linear", ())],
+        [own(8), own(2, rows="shared")],
     ),
-}  # fmt: skip
+}
 
 FORMS = (
     "classifier, 3",
