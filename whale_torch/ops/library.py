@@ -42,7 +42,7 @@ def load(device: str, path: Path, present: bool = True) -> CompiledLibrary:
     if not path.exists():
         return CompiledLibrary(device, path, f"{path.name} was not built")
     try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(path)
     except OSError as error:
         text = str(error.__cause__ or error)  # torch wraps the loader's own words
         warnings.warn(f"{path} does not load, so Python kernels run: {text}", RuntimeWarning, stacklevel=2)
@@ -79,7 +79,7 @@ def _register_default(name: str, kernel: Callable[..., Any]) -> None:
         _say_once(_device_type(arguments))
         return kernel(*arguments)
 
-    LIBRARY.impl(name, announced, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, announced, "CompositeExplicitAutograd")
 
 
 def op(name: str) -> torch._ops.OpOverload:
