@@ -152,7 +152,8 @@ def test_the_hash_sees_every_difference() -> None:
     flipped = x.clone()
     flipped.view(-1).view(torch.int32)[7] ^= 1
     different = [
-        x, flipped, x.flip(0), x.view(5, 6), x[:5], x.double(), x.half(), x.to(torch.int64), x > 0, x.to(torch.uint8)[:1, :3],
+        x, flipped, x.flip(0), x.view(5, 6), x[:5], x.double(), x.half(), x.to(torch.int64), x > 0,
+        x.to(torch.uint8)[:1, :3],
         torch.ones(6, 5), torch.full((6, 5), 2.0), torch.zeros(6, 5), torch.zeros(0, 5), torch.zeros(0, 6),
         torch.randn(3).to(torch.complex64),
     ]  # fmt: skip
