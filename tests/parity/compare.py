@@ -208,7 +208,7 @@ def check_all(
     sizes: Callable[[int, int], list[int]] = even,
     tolerance: float = TOLERANCE,
     mutate: Callable[[], None] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
 ) -> list[list[Run]]:
     """Asserts for each case that n ranks, of one world, train and evaluate as one process; gives their runs."""
     feed_size = 2 if mode == "shared" else 1

@@ -108,7 +108,7 @@ def drift_rank(rank: int, n: int, model_kind: str, change: str, at: int, steps: 
         (
             "headed",
             "clip",
-            r"step 2: the gradient of 'first.weight' differs between copies(.|\n)*wh.clip_grad_norm_",
+            r"step 2: the gradient of 'first.weight' differs between copies(.|\n)*clip_grad_norm_(.|\n)*wh.clip_grad",
         ),
         (
             "cut",

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity.compare import Model, check_all, even, uneven
+from tests.parity.compare import Model, check, check_all, even, uneven
+from whale_torch.strategies import split_attention
 
 WIDTH, LENGTH, SOURCE = 12, 5, 4
 
@@ -144,3 +145,23 @@ PLACEMENTS = [("own", 2), ("own", 3), ("own", 4), ("shared", 2), ("shared", 4), 
 def test_attention_equals_one_process(mode: str, n: int) -> None:
     """1, 2 and 3 heads on up to 4 ranks: some ranks have none."""
     check_all([(Attention, options) for options in CASES.values()], n, mode, even if n == 2 else uneven)
+
+
+def forget_the_other_heads() -> None:
+    """A learned mask gets the gradient of this rank's heads only."""
+    split_attention.enter_shared = lambda x, region: x  # type: ignore[assignment]
+
+
+def share_one_padding() -> None:
+    """Every rank masks all rows with its own padding."""
+    split_attention._Masks._gather_padding = (
+        lambda self, padding, remembered: split_attention._additive(  # type: ignore[method-assign]
+            padding[:1].expand(sum(self.counts), -1), torch.float32
+        )
+    )
+
+
+@pytest.mark.parametrize(("mutate", "options"), [(forget_the_other_heads, "learned"), (share_one_padding, "samples")])
+def test_the_comparison_sees_a_wrong_mask(mutate: Any, options: str) -> None:
+    with pytest.raises(AssertionError, match="is off"):
+        check(Attention, 2, mutate=mutate, mask=options, padding="bool" if options == "samples" else "")

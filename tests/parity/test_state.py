@@ -104,7 +104,7 @@ def test_tied_weights_stay_tied(n: int) -> None:
 
 
 def packed_blocks(rank: int, n: int) -> None:
-    """Attention's packed projection: three blocks, cut by heads; 5 heads on n ranks."""
+    """Attention's packed projection: three blocks, cut by heads; 5 heads on n ranks. Its copy evaluates."""
     from whale_torch.comm.cut_tensor import join
     from whale_torch.comm.registry import ParameterPlace
     from whale_torch.mesh import start
@@ -115,6 +115,17 @@ def packed_blocks(rank: int, n: int) -> None:
     full = torch.arange(120.0).view(30, 4)
     place = ParameterPlace("in_proj", everyone, shard, everyone)
     assert torch.equal(join(shard.cut(full, rank), place), full)
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(20, 5, 7, batch_first=True).eval()
+    model = wh.parallelize(wh.split(copy.deepcopy(plain)))
+    assert all(torch.equal(v, plain.state_dict()[k]) for k, v in wh.full_state_dict(model).items())
+    other = {k: v + 1 for k, v in plain.state_dict().items()}
+    model.load_state_dict(other)
+    assert all(torch.equal(v, other[k]) for k, v in wh.full_state_dict(model).items())
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        assert torch.allclose(copy.deepcopy(model)(x), plain(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -23,7 +23,9 @@ class LocalRandom:
 
     def begin(self) -> None:
         """Leaves the shared stream."""
-        seed = int(torch.randint(1 << 62, ())) + self._region.columns.rank
+        seed = int(torch.randint(1 << 62, (), device="cpu")) + self._region.columns.rank
+        if self._device.type == "meta":  # nothing is drawn
+            return
         if self._device.type == "cpu":
             self._before = torch.get_rng_state()
             torch.default_generator.manual_seed(seed)
@@ -36,7 +38,7 @@ class LocalRandom:
         """Returns to the shared stream; a second call does nothing."""
         if self._before is None:
             return
-        if self._device.type == "cpu":
+        if self._device.type in ("cpu", "meta"):
             torch.set_rng_state(self._before)
         else:
             module = torch.get_device_module(self._device)

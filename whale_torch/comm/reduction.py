@@ -21,21 +21,13 @@ from whale_torch.comm.collectives import (
     gather_equal,
     reduce_scatter_equal,
 )
-from whale_torch.mesh import Group
+from whale_torch.mesh import Group, TwoLevels
 
-__all__ = ["Packed", "Reduction", "Staging", "TwoLevels"]
+__all__ = ["Packed", "Reduction", "Staging"]
 
 _FP16_TOP = 32768.0
 _RING_RANKS = 2
 """Up to here half precision is summed where it passes by; above, each rank sums its part in float32."""
-
-
-@dataclass(frozen=True)
-class TwoLevels:
-    """The ranks of one node, and the ranks at the same place on all nodes."""
-
-    inside: Group
-    between: Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def _size(value: Any, dim: int | None) -> int | None:
 def _multipliers(num_words: int, device: torch.device) -> Tensor:
     """Odd random 64-bit numbers, the same on every rank."""
     generator = torch.Generator().manual_seed(0x5EED)
-    words = torch.randint(-(1 << 63), (1 << 63) - 1, (num_words,), generator=generator)
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (num_words,), generator=generator, device="cpu")
     return (words | 1).to(device)
 
 

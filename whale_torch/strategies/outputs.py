@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whale_torch.errors import LayoutError
 
-__all__ = ["leaves_in", "map_tensors", "tensors_in"]
+__all__ = ["PARTS", "leaves_in", "map_tensors", "tensors_in"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size)
 _CLOSED = (
@@ -23,6 +23,9 @@ _CLOSED = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, range, slice),
 )  # fmt: skip
 """What holds no output of a forward, or keeps it to itself."""
+PARTS = "_whale_parts"
+"""An attribute of objects whose tensors are this rank's parts only: no input that ranks could compare."""
+
 _SEQUENCES = (tuple, list, Set, ValuesView, deque)
 
 
@@ -40,7 +43,7 @@ def _leaves(value: Any, above: frozenset[int], plain: bool) -> Iterator[Any]:
     if isinstance(value, Tensor) or (plain and isinstance(value, _PLAIN)):
         yield value
         return
-    if isinstance(value, (*_PLAIN, *_CLOSED)) or id(value) in above:
+    if isinstance(value, (*_PLAIN, *_CLOSED)) or id(value) in above or PARTS in getattr(value, "__dict__", {}):
         return
     if type(value) is tuple and all(isinstance(item, Tensor) for item in value):
         yield from value

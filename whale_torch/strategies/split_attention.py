@@ -176,10 +176,13 @@ class _Masks:
         return tuple(row[0] for row in rows), any(states), min(states) == 2
 
     def _digest(self, mask: Tensor) -> int:
+        if mask.is_meta:
+            return 0
         known: int | None = self._region.recall(mask, "digest of a mask")
         if known is None:
             bits = mask.detach().to(torch.uint8) if mask.dtype == torch.bool else mask.detach()
-            known = (int(torch.hash_tensor(bits).item()) + hash(tuple(mask.shape))) & 0x7FFFFFFFFFFFFFFF
+            hashed = 0 if mask.is_meta else int(torch.hash_tensor(bits).item())
+            known = (hashed + hash(tuple(mask.shape))) & 0x7FFFFFFFFFFFFFFF
             self._region.remember(mask, "digest of a mask", known)
         return known
 

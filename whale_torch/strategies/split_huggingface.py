@@ -24,6 +24,7 @@ from whale_torch.comm.region import Region
 from whale_torch.comm.rows import enter_samples, gather_plain, leave_rows, partial_parameter
 from whale_torch.errors import LayoutError
 from whale_torch.planning.rules.huggingface import ATTENTION, PACKED_ATTENTION
+from whale_torch.strategies.outputs import PARTS
 from whale_torch.strategies.split_rules import SplitModule, joined_class, register_class
 
 __all__ = ["SplitAttention"]
@@ -282,6 +283,7 @@ def _cache(module: SplitAttention, cache: Any) -> Any:
     Raises LayoutError where an earlier forward left it empty.
     """
     if module._region.rows.size == 1 and not torch.is_grad_enabled():
+        cache.__dict__[PARTS] = True
         return cache
     unfilled = cache.__dict__.setdefault("_whale_unfilled", set())
     if id(module) in unfilled or int(cache.get_seq_length()) > 0:

@@ -85,6 +85,8 @@ class SplitBatchNorm(SplitModule):
         if not (self.training and self.track_running_stats and self.num_batches_tracked is not None):
             return 0.0 if self.momentum is None else self.momentum
         self.num_batches_tracked.add_(1)
+        if self.num_batches_tracked.is_meta:
+            return 1.0
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
 
