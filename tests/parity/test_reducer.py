@@ -41,7 +41,7 @@ def precise_rank(rank: int, n: int, dtype: torch.dtype | None, options: dict[str
 
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize(("n", "local"), [(2, 2), (4, 4), (8, 8), (4, 2), (8, 4), (8, 2)])
-@pytest.mark.matrix(keep=16)
+@pytest.mark.matrix(keep=10)
 def test_every_dtype_flat_and_hierarchical(n: int, local: int, dtype: torch.dtype | None) -> None:
     results = world(n, precise_rank, dtype, {"all_reduce": "auto" if local < n else "flat"}, local_world_size=local)
     expected = one_process("mlp", rows_of(n, "uneven"), 1)
@@ -60,45 +60,47 @@ class Given(nn.Module):
         return x @ self.w
 
 
-def given_rank(rank: int, n: int, dtype: torch.dtype, values: list[list[float]], local: bool) -> Tensor:
-    model = wh.parallelize(
-        Given(len(values[0])), default=wh.replica(reduce_dtype=dtype, all_reduce="hierarchical" if local else "flat")
-    )
-    model(torch.tensor(values[rank]).unsqueeze(0)).sum().backward()
-    return model.w.grad.clone()
+Values = list[list[float]]
+
+
+def given_rank(rank: int, n: int, dtype: torch.dtype, batches: list[Values], hierarchical: bool) -> list[Tensor]:
+    """The averaged gradients of one backward for each batch; a batch has the gradients of each rank."""
+    how = "hierarchical" if hierarchical else "flat"
+    model = wh.parallelize(Given(4), default=wh.replica(reduce_dtype=dtype, all_reduce=how))  # type: ignore[arg-type]
+    found = []
+    for values in batches:
+        model.zero_grad()
+        model(torch.tensor(values[rank]).unsqueeze(0)).sum().backward()
+        found.append(model.w.grad.clone())
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("local", [None, 2])
-def test_large_and_tiny_gradients(dtype: torch.dtype, local: int | None) -> None:
-    values = [[6e4, -6e4, 6e4 - r, 1e3] for r in range(4)]
-    found = world(4, given_rank, dtype, values, bool(local), local_world_size=local)
-    torch.testing.assert_close(found[0], torch.tensor(values).mean(0), rtol=BARS[dtype], atol=0.0)
-    assert all(torch.equal(f, found[0]) for f in found)
-    values = [[1e-7 * (r + 1), -1e-7, 3e-9, 0.0] for r in range(4)]
-    found = world(4, given_rank, dtype, values, bool(local), local_world_size=local)
-    torch.testing.assert_close(found[3], torch.tensor(values).mean(0), rtol=BARS[dtype] * 2, atol=0.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("local", [None, 2])
-def test_what_is_not_finite_stays_so_on_every_rank(dtype: torch.dtype, local: int | None) -> None:
-    values = [[1.0, float("inf") if r == 1 else 2.0, float("nan") if r == 2 else 3.0, 4.0] for r in range(4)]
-    for found in world(4, given_rank, dtype, values, bool(local), local_world_size=local):
-        assert found.isfinite().tolist() == [True, False, False, True]
+def test_large_tiny_and_not_finite_gradients(dtype: torch.dtype, local: int | None) -> None:
+    large = [[6e4, -6e4, 6e4 - r, 1e3] for r in range(4)]
+    tiny = [[1e-7 * (r + 1), -1e-7, 3e-9, 0.0] for r in range(4)]
+    broken = [[1.0, float("inf") if r == 1 else 2.0, float("nan") if r == 2 else 3.0, 4.0] for r in range(4)]
+    results = world(4, given_rank, dtype, [large, tiny, broken, large], bool(local), local_world_size=local)
+    for found in results:
+        assert all(torch.equal(a, b) for a, b in zip(found[:2], results[0][:2], strict=True))
+        torch.testing.assert_close(found[0], torch.tensor(large).mean(0), rtol=BARS[dtype], atol=0.0)
+        torch.testing.assert_close(found[1], torch.tensor(tiny).mean(0), rtol=BARS[dtype] * 2, atol=0.0)
+        assert found[2].isfinite().tolist() == [True, False, False, True], "a GradScaler on any rank sees it"
+        assert torch.equal(found[3], found[0]), "nothing of it stays in the buffers"
 
 
 def test_scaling_is_needed_for_fp16() -> None:
     values = [[6e4, 1e-7, 1.0, 1.0] for _ in range(4)]
-    found = world(4, unscaled_rank, values)[0]
+    (found,) = world(4, unscaled_rank, values)[0]
     assert not bool(found[0].isfinite())
 
 
-def unscaled_rank(rank: int, n: int, values: list[list[float]]) -> Tensor:
+def unscaled_rank(rank: int, n: int, values: Values) -> list[Tensor]:
     from whale_torch.comm.reduction import Reduction
 
     Reduction._shared_scale = lambda *args: 1.0  # type: ignore[method-assign]
-    return given_rank(rank, n, torch.float16, values, False)
+    return given_rank(rank, n, torch.float16, [values], False)
 
 
 def dtypes_rank(rank: int, n: int, kind: str) -> dict[str, Tensor | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -57,28 +58,53 @@ class Staging:
         self._free.append(buffer)
 
 
+_Queue = queue.SimpleQueue["tuple[Future[float], Callable[[], float]] | None"]
+
+
+def _work(todo: _Queue) -> None:
+    while (item := todo.get()) is not None:
+        future, work = item
+        try:
+            future.set_result(work())
+        except BaseException as error:  # whatever it is, the thread that waits raises it
+            future.set_exception(error)
+
+
 class _Worker:
-    """One thread that runs work of several phases in the order it came; it never keeps a failed process alive."""
+    """One thread that runs work of several phases in the order it came; it never keeps a failed process alive.
+
+    On a GPU its work runs on a stream of its own, beside the backward pass.
+    """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[float], Callable[[], float]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._loop, name="whale-reduce", daemon=True).start()
+        self._todo: _Queue = queue.SimpleQueue()
+        self._stream: torch.cuda.Stream | None = None
+        threading.Thread(target=_work, args=(self._todo,), name="whale-reduce", daemon=True).start()
+        self.close = weakref.finalize(self, self._todo.put, None)
 
-    def _loop(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, work = item
-            try:
-                future.set_result(work())
-            except BaseException as error:  # whatever it is, the thread that waits raises it
-                future.set_exception(error)
-
-    def run(self, work: Callable[[], float]) -> Callable[[], float]:
+    def run(self, work: Callable[[], float], device: torch.device) -> Callable[[], float]:
+        """Begins; the returned function waits for the result."""
         future: Future[float] = Future()
-        self._queue.put((future, work))
-        return future.result
+        if device.type != "cuda":
+            self._todo.put((future, work))
+            return future.result
+        stream = self._stream = self._stream or torch.cuda.Stream(device)
+        ready, done = torch.cuda.current_stream(device).record_event(), torch.cuda.Event()
 
-    def close(self) -> None:
-        self._queue.put(None)
+        def on_stream() -> float:
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                result = work()
+                done.record(stream)
+            return result
+
+        def finish() -> float:
+            result = future.result()
+            torch.cuda.current_stream(device).wait_event(done)
+            return result
+
+        self._todo.put((future, on_stream))
+        return finish
 
 
 class Reduction:
@@ -114,7 +140,7 @@ class Reduction:
         """
         flat = buffer.narrow(0, 0, self._padded(packed.num_elements + packed.flags.numel()))
         if self._worker is not None:
-            return self._worker.run(lambda: self._phases(flat, packed))
+            return self._worker.run(lambda: self._phases(flat, packed), flat.device)
         _pack(flat, packed, 1.0)
         wait = all_reduce_async(flat, self.copies, name="gradient all-reduce")
 
