@@ -6,7 +6,7 @@ A module becomes one by assignment to __class__; its weights are local shards, `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ class SplitModule(Replacement, nn.Module):
     _region: the ranks that run it together. _cut: the plan's decision. _options: the scope's options.
     """
 
-    _added = ("_region", "_cut", "_options", "_delay")
+    _added: ClassVar[tuple[str, ...]] = ("_region", "_cut", "_options", "_delay")
     _region: Region
     _cut: Cut
     _options: dict[str, Any]
