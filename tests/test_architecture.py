@@ -22,11 +22,11 @@ PACKAGE = ROOT / "whale_torch"
 # docs/design.md, section 4, bottom to top. A new module takes its place here first; a package stands for all in it.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"ops", "mesh", "cluster", "simulate.device"},
+    {"ops", "mesh", "exits", "cluster", "simulate.device"},
     {"comm"},
     {"scopes", "annotation", "capture", "by_name", "trace", "planning"},
     {"strategies", "moe", "recomputation", "offload", "optim", "checkpoint"},
-    {"apply", "state", "data", "simulate.run", "simulate"},
+    {"apply", "rehearsal", "state", "data", "simulate.run", "simulate"},
     {"", "__main__", "integrations"},
 ]
 PURE, STRATEGIES = 3, 4
@@ -40,11 +40,13 @@ UPWARD = {
 # Private names of torch, and the modules or packages that may use them.
 PRIVATE_TORCH = {
     # The world's store: torch has no public way to it.
-    "torch.distributed.distributed_c10d._get_default_store": {"mesh"},
+    "torch.distributed.distributed_c10d._get_default_store": {"exits"},
     # torch's own documentation of __torch_function__ tells subclasses to use it.
     "torch._C.DisableTorchFunctionSubclass": {"comm"},
     # The end of backward: DDP and FSDP use it, and nothing public is called there.
     "torch.autograd.Variable._execution_engine.queue_callback": {"comm"},
+    # Whether backward() or torch.autograd.grad runs, as torch's own register_multi_grad_hook asks.
+    "torch._C._will_engine_execute_node": {"comm"},
     # What repr shows: subclasses are meant to override it.
     "torch.nn.Module._get_name": {"strategies"},
     # Compared only: does a scaler look for overflow as torch's does, in one rank's gradients?

@@ -40,8 +40,10 @@ __all__ = ["parallelize", "plan"]
 T = TypeVar("T")
 
 
-def plan(model: nn.Module, *, cluster: Cluster | None = None, sample_inputs: object = None, default: Scope | None = None) -> Plan:
-    """The plan of an annotated model for any cluster, without a process group; of a parallelized model, the one in force.
+def plan(
+    model: nn.Module, *, cluster: Cluster | None = None, sample_inputs: object = None, default: Scope | None = None
+) -> Plan:
+    """The plan of an annotated model for any cluster, without a process group; once it is parallelized, that in force.
 
     cluster: default one rank. sample_inputs: what one rank would be fed, for byte counts.
     Raises AnnotationError and PlanError as wh.parallelize would.
@@ -52,7 +54,10 @@ def plan(model: nn.Module, *, cluster: Cluster | None = None, sample_inputs: obj
     if runtime is not None and cluster is None:
         return runtime.current_plan() if isinstance(runtime, Runtime) else runtime.plan
     if runtime is not None:
-        raise PlanError("this model is parallelized already; a plan for another cluster needs the model as it was.", fix="plan before wh.parallelize")
+        raise PlanError(
+            "this model is parallelized already; a plan for another cluster needs the model as it was.",
+            fix="plan before wh.parallelize",
+        )
     made = make_plan(model, cluster or Cluster.of(), default=_default(default), rows_per_rank=_rows(sample_inputs))
     return made if sample_inputs is None else rehearse(made, model, sample_inputs)
 
@@ -78,7 +83,7 @@ def parallelize(
     weights: Weights | None = None,
     timeout: timedelta | float | None = None,
 ) -> nn.Module:
-    """Turns an annotated model into a distributed one, in place, and returns it; names and parameters stay the same objects.
+    """Turns an annotated model into a distributed one, in place, and returns it; its parameters stay the same objects.
 
     sample_inputs: what one rank is fed, for the plan's byte counts. plan: a saved one to apply. cluster: speeds that
     differ from the measured ones (nodes and ranks must be those running). default: scope of what no scope names.
@@ -133,7 +138,9 @@ def _check_first_time(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if KEY in module.__dict__:
             where = f"its member '{name}'" if name else "this model"
-            raise PlanError(f"{where} is parallelized already.", fix="call wh.parallelize once, on the outermost module")
+            raise PlanError(
+                f"{where} is parallelized already.", fix="call wh.parallelize once, on the outermost module"
+            )
     if is_parallelized(model):
         found = next((place.name for p in model.parameters() if (place := place_of(p))), None)
         raise PlanError(
@@ -143,7 +150,12 @@ def _check_first_time(model: nn.Module) -> None:
 
 
 def _decide(
-    model: nn.Module, mesh: Mesh, cluster: Cluster | None, saved: Plan | None, default: Scope | None, sample_inputs: object
+    model: nn.Module,
+    mesh: Mesh,
+    cluster: Cluster | None,
+    saved: Plan | None,
+    default: Scope | None,
+    sample_inputs: object,
 ) -> Plan:
     """The plan, checked against the ranks that run and equal on all of them."""
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
+from whale_torch.exits import failed, watch_exit
 
 __all__ = ["Group", "Mesh", "Surroundings", "TwoLevels", "start", "surroundings"]
 
@@ -147,7 +146,9 @@ class Mesh:
     def _join(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Makes one group; ranks outside it take part, since all count the groups made so far."""
         # new_group does not inherit the time-out of the world's group
-        group: dist.ProcessGroup | None = dist.new_group(list(block), timeout=self.timeout, backend=_backend(self.device))
+        group: dist.ProcessGroup | None = dist.new_group(
+            list(block), timeout=self.timeout, backend=_backend(self.device)
+        )
         return group
 
     def groups(self) -> list[Group]:
@@ -164,48 +165,6 @@ _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 def _backend(device: torch.device) -> str:
     """Small host-side messages always travel by gloo, so that no device is waited for."""
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
-
-
-def _ask_store(key: str, value: str | None = None) -> str | None:
-    """Reads or writes one key of the world's store without waiting; None where it is absent or the store is gone."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        if value is not None:
-            store.set(key, value)
-            return value
-        return store.get(key).decode() if store.check([key]) else None
-    except (RuntimeError, ValueError, OSError):  # the store lives in a rank that may have ended; then nothing is known
-        return None
-
-
-def note_place(group: Group, place: str) -> None:
-    """Tells the other ranks in which operation this one failed."""
-    _ask_store(f"whale/place/{group.rank}", place)
-
-
-def place_of_rank(group: Group, rank: int) -> str | None:
-    """The operation in which `rank` failed, if it noted one."""
-    return _ask_store(f"whale/place/{rank}")
-
-
-def failure_of(group: Group, rank: int) -> str | None:
-    """The error with which `rank` ended, if it noted one."""
-    return _ask_store(f"whale/failure/{rank}")
-
-
-_failed: list[int] = []
-
-
-def _note_failures(rank: int) -> None:
-    """Lets an error that ends this process be read by the ranks that wait for it."""
-    earlier = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _failed.append(rank)
-        _ask_store(f"whale/failure/{rank}", f"{kind.__name__}: {error}")
-        earlier(kind, error, trace)
-
-    sys.excepthook = hook
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +193,7 @@ def _end() -> None:
 
     After an error the other ranks may never come: then the process just ends.
     """
-    if dist.is_initialized() and not _failed:
+    if dist.is_initialized() and not failed():
         _pool.groups.clear()
         dist.destroy_process_group()
 
@@ -253,18 +212,23 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
         if world == 1:
             return Mesh(0, 1, device, Cluster.of(device=device.type), timeout)
         if "RANK" not in os.environ:
-            raise PlanError(f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py")
+            raise PlanError(
+                f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py"
+            )
         dist.init_process_group(_backend(device), timeout=timeout)
-        _note_failures(dist.get_rank())
         atexit.register(_end)
     rank = dist.get_rank()
+    watch_exit(rank)
     return Mesh(rank, world, device, _cluster_of_world(world, device), timeout)
 
 
 def _integer(name: str, default: int) -> int:
     value = os.environ.get(name, str(default))
     if not value.isdecimal() or int(value) < (1 if name.endswith("SIZE") else 0):
-        raise PlanError(f"the environment says {name}={value!r}, which is no number of ranks.", fix="start with torchrun --nproc-per-node N script.py")
+        raise PlanError(
+            f"the environment says {name}={value!r}, which is no number of ranks.",
+            fix="start with torchrun --nproc-per-node N script.py",
+        )
     return int(value)
 
 
@@ -275,8 +239,9 @@ def _device(asked: torch.device | str | None, world: int) -> torch.device:
     device = torch.device(asked)
     if device.type == "meta" or (world > 1 and device.type not in ("cpu", *_DEVICE_BACKENDS)):
         raise PlanError(
-            f"{world} ranks cannot train on device '{device}'.", fix=f"device= one of cpu, {', '.join(_DEVICE_BACKENDS)}"
-        )  # fmt: skip
+            f"{world} ranks cannot train on device '{device}'.",
+            fix=f"device= one of cpu, {', '.join(_DEVICE_BACKENDS)}",
+        )
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
@@ -285,7 +250,7 @@ def _device(asked: torch.device | str | None, world: int) -> torch.device:
         raise PlanError(
             f"this rank wants cuda:{index} (LOCAL_RANK {local_rank}), but torch sees {count} CUDA devices.",
             fix=f"start at most {count} ranks a node (torchrun --nproc-per-node), or pass device=",
-        )  # fmt: skip
+        )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
@@ -304,5 +269,5 @@ def _cluster_of_world(world: int, device: torch.device) -> Cluster:
         raise PlanError(
             f"ranks of one node are not numbered side by side: ranks 0 to {world - 1} are on nodes {nodes}.",
             fix="start the ranks with torchrun",
-        )  # fmt: skip
+        )
     return Cluster(tuple(nodes.count(node) for node in in_order), device=device.type)

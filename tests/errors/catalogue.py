@@ -52,7 +52,7 @@ class Mistake:
         return next(i for i, line in enumerate(lines) if line.rstrip().endswith('"""')) + 1
 
     def shown(self, text: str) -> str:
-        """Lines of this suite as those of the code that the page shows: train.py; of code it does not show: model.py."""
+        """Lines of this suite as those of the code that the page shows (train.py) or does not show (model.py)."""
         lines, start = inspect.getsourcelines(self.commit)
 
         def line(found: re.Match[str]) -> str:
@@ -60,7 +60,9 @@ class Mistake:
             return f"train.py:{number}" if 0 < number <= len(lines) - self._first else "model.py:3"
 
         text = re.sub(r"tests/errors/mistakes\.py:(\d+)", line, text.replace(f"{ROOT}/", ""))
-        return re.sub(r"\d+\.\d{4,}", lambda found: f"{float(found[0]):.2g}", text)  # the rest differs between processors
+        return re.sub(
+            r"\d+\.\d{4,}", lambda found: f"{float(found[0]):.2g}", text
+        )  # the rest differs between processors
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,16 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistake(
-    section: str, title: str, error: type[BaseException], says: str, *, ranks: int = 1, site: bool = False, alone: bool = False, same: bool = True
-) -> Callable[[Callable[[int, int], object]], Callable[[int, int], object]]:  # fmt: skip
+    section: str,
+    title: str,
+    error: type[BaseException],
+    says: str,
+    *,
+    ranks: int = 1,
+    site: bool = False,
+    alone: bool = False,
+    same: bool = True,
+) -> Callable[[Callable[[int, int], object]], Callable[[int, int], object]]:
     def register(function: Callable[[int, int], object]) -> Callable[[int, int], object]:
         name = function.__name__
         assert name not in MISTAKES, name

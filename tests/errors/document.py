@@ -31,7 +31,20 @@ def document(said: dict[str, Said]) -> str:
     for name, found in MISTAKES.items():
         on = "" if found.ranks == 1 else f" On {found.ranks} ranks:"
         text = f"{said[name].kind}: {said[name].text}"
-        lines = [f"### {found.title}", "", f"{found.cause}{on}", "", "```python", found.code, "```", "", "```text", text, "```", ""]
+        lines = [
+            f"### {found.title}",
+            "",
+            f"{found.cause}{on}",
+            "",
+            "```python",
+            found.code,
+            "```",
+            "",
+            "```text",
+            text,
+            "```",
+            "",
+        ]
         sections.setdefault(found.section, []).extend(lines)
     contents = [f"- [{section}](#{_anchor(section)})" for section in sections]
     body = [line for section, lines in sections.items() for line in (f"## {section}", "", *lines)]

@@ -50,7 +50,9 @@ def test_the_catalogue_is_not_thin() -> None:
 def test_messages_have_no_slips() -> None:
     for name in MISTAKES:
         for said in read(name):
-            assert not re.search(r"<\w+ (object|function|at)|\b0x[0-9a-f]{6}|NoneType|\w  +\w|\.\.$", said.text, flags=re.M), (name, said.text)
+            assert not re.search(
+                r"<\w+ (object|function|at)|\b0x[0-9a-f]{6}|NoneType|\w  +\w|\.\.$", said.text, flags=re.M
+            ), (name, said.text)
 
 
 def test_docs_errors_is_what_the_messages_say() -> None:

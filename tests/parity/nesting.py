@@ -18,7 +18,23 @@ from torch import Tensor, nn
 import whale_torch as wh
 from whale_torch.state import full_tensor
 
-__all__ = ["BAR", "MUTATIONS", "Case", "Net", "Part", "annotate", "batches", "compare", "difference", "loss_of", "nested", "own", "random_case", "replica", "train_all"]
+__all__ = [
+    "BAR",
+    "MUTATIONS",
+    "Case",
+    "Net",
+    "Part",
+    "annotate",
+    "batches",
+    "compare",
+    "difference",
+    "loss_of",
+    "nested",
+    "own",
+    "random_case",
+    "replica",
+    "train_all",
+]
 
 BAR = 2e-5
 Options = tuple[tuple[str, Any], ...]
@@ -53,7 +69,8 @@ class Case:
     rows: samples of each feed; its length is the number of feeds. world: ranks. length: tokens of a sample, 0 for none.
     vocabulary: the input is ids of so many words, and the first part's width is that of their embedding.
     heads: classes and scopes of each output layer. loss: "outside", "inside" the model, or "gathered": on plain rows.
-    before: every parameter has a gradient when the model is parallelized. ignored: labels that are ignored, a fraction. frozen: a regular expression of parameter names.
+    before: every parameter has a gradient when the model is parallelized. ignored: labels that are ignored, a fraction.
+    frozen: a regular expression of parameter names.
     """
 
     world: int
@@ -90,7 +107,12 @@ class _Glu(nn.Module):
 class _Ffn(nn.Module):
     def __init__(self, dim: int, width: int):
         super().__init__()
-        self.norm, self.up, self.act, self.down = nn.LayerNorm(dim), nn.Linear(dim, width), nn.GELU(), nn.Linear(width, dim)
+        self.norm, self.up, self.act, self.down = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, width),
+            nn.GELU(),
+            nn.Linear(width, dim),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.act(self.up(self.norm(x))))
@@ -137,7 +159,9 @@ class Net(nn.Module):
 
     def __init__(self, case: Case):
         super().__init__()
-        self.inputs: nn.Module = nn.Embedding(case.vocabulary, DIM) if case.vocabulary else nn.Linear(case.input_width, DIM)
+        self.inputs: nn.Module = (
+            nn.Embedding(case.vocabulary, DIM) if case.vocabulary else nn.Linear(case.input_width, DIM)
+        )
         self.parts = nn.ModuleList(_PARTS[part.kind](DIM, part.width) for part in case.parts)
         self.heads = nn.ModuleList(nn.Linear(DIM, classes, bias=not case.tied) for classes, _ in case.heads)
         if case.tied:
@@ -177,7 +201,11 @@ def batches(case: Case, steps: int) -> list[tuple[Tensor, ...]]:
     lead = (rows, case.length) if case.length else (rows,)
     out = []
     for _ in range(steps):
-        x = torch.randint(case.vocabulary, lead, generator=draw) if case.vocabulary else torch.randn(*lead, case.input_width, generator=draw)
+        x = (
+            torch.randint(case.vocabulary, lead, generator=draw)
+            if case.vocabulary
+            else torch.randn(*lead, case.input_width, generator=draw)
+        )
         labels = []
         for classes, _ in case.heads:
             y = torch.randint(classes, lead, generator=draw)
@@ -254,12 +282,14 @@ def _steps(model: nn.Module, case: Case, mine: slice, steps: int, n: int) -> dic
 
 
 def difference(case: Case, ranks: list[dict[str, Any]], one: dict[str, Any]) -> dict[str, float]:
-    """Largest error of losses, gradients, final parameters and eval outputs over all ranks, relative as the design says."""
+    """Largest relative error of losses, gradients, final parameters and eval outputs over all ranks."""
     worst = {"loss": 0.0, "grad": 0.0, "parameters": 0.0, "out": 0.0}
     total = sum(case.rows)
     for rank, found in enumerate(ranks):
         for mine, theirs in zip(found["grad"], one["grad"], strict=True):
-            assert {k for k, v in mine.items() if v is None} == {k for k, v in theirs.items() if v is None}, f"rank {rank}"
+            assert {k for k, v in mine.items() if v is None} == {k for k, v in theirs.items() if v is None}, (
+                f"rank {rank}"
+            )
             top = max(float(g.abs().max()) for g in theirs.values() if g is not None)
             for name, g in theirs.items():
                 if g is not None:
@@ -287,7 +317,7 @@ def _worse(a: float, b: float) -> float:
 
 
 def train_all(rank: int, n: int, cases: list[tuple[Case, str | None, int]]) -> list[dict[str, Any] | str]:
-    """Trains several cases, each (case, mutation, steps), one after the other in one world; an error ends its case only."""
+    """Trains several cases, each (case, mutation, steps), one after the other; an error ends its case only."""
     found: list[dict[str, Any] | str] = []
     for case, mutation, steps in cases:
         try:
@@ -341,7 +371,10 @@ def _reducer_sum() -> Iterator[None]:
 def _no_weight() -> Iterator[None]:
     from whale_torch.comm.call import Call
 
-    with mock.patch.object(Call, "weight", lambda self: 1.0), mock.patch.object(Call, "share", lambda self, region: 1.0):
+    with (
+        mock.patch.object(Call, "weight", lambda self: 1.0),
+        mock.patch.object(Call, "share", lambda self, region: 1.0),
+    ):
         yield
 
 
@@ -353,7 +386,10 @@ def _own_count() -> Iterator[None]:
     def mine(self: Any, mine: Tensor, *_: Any) -> None:
         self.mine = mine
 
-    with mock.patch.object(loss._Divisor, "__init__", mine), mock.patch.object(loss._Divisor, "__call__", lambda self: self.mine):
+    with (
+        mock.patch.object(loss._Divisor, "__init__", mine),
+        mock.patch.object(loss._Divisor, "__call__", lambda self: self.mine),
+    ):
         yield
 
 
@@ -429,11 +465,20 @@ def random_case(n: int, seed: int) -> Case:
     rows = rows if sum(rows) else (2, *rows[1:])
     inside = draw.random() < 0.4
     case = Case(
-        world=n, parts=parts, heads=heads, rows=rows, length=draw.choice([0, 0, 3]), vocabulary=vocabulary, tied=tied,
-        loss="inside" if inside else draw.choice(["outside", "gathered"]), ignored=draw.choice([0.0, 0.4]) if inside else 0.0,
-        accumulate=draw.choice([1, 1, 2]), no_sync=draw.random() < 0.5, seed=seed,
+        world=n,
+        parts=parts,
+        heads=heads,
+        rows=rows,
+        length=draw.choice([0, 0, 3]),
+        vocabulary=vocabulary,
+        tied=tied,
+        loss="inside" if inside else draw.choice(["outside", "gathered"]),
+        ignored=draw.choice([0.0, 0.4]) if inside else 0.0,
+        accumulate=draw.choice([1, 1, 2]),
+        no_sync=draw.random() < 0.5,
+        seed=seed,
         frozen=draw.choice(["-", "-", r"inputs\..*", r".*bias", r"heads\.0\..*"]),
-    )  # fmt: skip
+    )
     return replace(case, frozen="-") if tied or not _trains(case) else case
 
 

@@ -55,7 +55,9 @@ def run(model: nn.Module, x: Tensor) -> Result:
     model.eval()
     with torch.no_grad():
         evaluated = model(x)
-    return Result(float(loss.detach()), found, {k: v.clone().double() for k, v in model.state_dict().items()}, evaluated)
+    return Result(
+        float(loss.detach()), found, {k: v.clone().double() for k, v in model.state_dict().items()}, evaluated
+    )
 
 
 def synced_rank(rank: int, n: int, kind: str, options: dict[str, Any], rows: list[int], wrong: bool = False) -> Result:
@@ -113,7 +115,12 @@ def test_single_precision() -> None:
     rows = [5, 1, 2]
     results, one = world(3, synced_rank, "2d", {}, rows), expected("2d", {}, rows)
     found, exact = results[0].gradients, one.gradients
-    assert error({k: v for k, v in found.items() if k != "norm.bias"}, {k: v for k, v in exact.items() if k != "norm.bias"}) <= BAR
+    assert (
+        error(
+            {k: v for k, v in found.items() if k != "norm.bias"}, {k: v for k, v in exact.items() if k != "norm.bias"}
+        )
+        <= BAR
+    )
     assert error(found, exact) <= 2e-4, "torch's own sum for the bias is this far from its float64 one"
     torch.testing.assert_close(results[2].stepped, one.stepped, rtol=1e-5, atol=1e-6)
 
@@ -210,7 +217,8 @@ class Odd(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize(
-    ("module", "text"), [(Odd(3), r"no form of Odd '0'"), (nn.Linear(2, 2), r"sync_batch_norm=True, but it holds no BatchNorm")]
+    ("module", "text"),
+    [(Odd(3), r"no form of Odd '0'"), (nn.Linear(2, 2), r"sync_batch_norm=True, but it holds no BatchNorm")],
 )
 def test_what_cannot_be_synced_raises(module: nn.Module, text: str) -> None:
     with pytest.raises(wh.PlanError, match=text):

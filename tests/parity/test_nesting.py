@@ -29,7 +29,9 @@ R = replica()
 
 def rows_of(num_feeds: int) -> tuple[int, ...]:
     """Uneven, with an empty feed where there are three or more."""
-    return {1: (5,), 2: (4, 1), 3: (3, 0, 2), 4: (3, 1, 0, 5)}.get(num_feeds) or tuple((3 * i + 1) % 5 for i in range(num_feeds))
+    return {1: (5,), 2: (4, 1), 3: (3, 0, 2), 4: (3, 1, 0, 5)}.get(num_feeds) or tuple(
+        (3 * i + 1) % 5 for i in range(num_feeds)
+    )
 
 
 def case(n: int, feed_size: int, parts: list[tuple[str, Scopes]], heads: list[Scopes], **options: object) -> Case:
@@ -58,17 +60,29 @@ for n in (4, 8):
         f"two shared sizes, {n}": case(n, 4, [("ffn", nested(2)), ("glu", nested(4))], [nested(4)]),
         f"mixed rows, {n}": case(n, 2, [("ffn", nested(2)), ("twice", nested(2))], [own(n)]),
         f"mixed rows, softmax, {n}": case(n, 2, [("softmax", nested(2)), ("softmax", own(n))], [own(n), nested(2)]),
-        f"row cuts, {n}": case(n, 2, [("glu", nested(2, cut="rows")), ("ffn", own(n, cut="rows"))], [own(n, cut="rows")]),
+        f"row cuts, {n}": case(
+            n, 2, [("glu", nested(2, cut="rows")), ("ffn", own(n, cut="rows"))], [own(n, cut="rows")]
+        ),
     }
 NESTINGS |= {
     "2 and 8 on 8": case(8, 1, [("ffn", own(2)), ("glu", own(8))], [own(8)]),
     "4 and 8 on 8, pairs fed alike": case(8, 2, [("ffn", nested(2)), ("glu", own(4))], [own(8)]),
     "all of them": case(
-        8, 2, [("linear", R), ("glu", nested(2)), ("ffn", own(4)), ("twice", nested(8, rows="own")), ("linear", ())], [own(8), own(2, rows="shared")]
+        8,
+        2,
+        [("linear", R), ("glu", nested(2)), ("ffn", own(4)), ("twice", nested(8, rows="own")), ("linear", ())],
+        [own(8), own(2, rows="shared")],
     ),
-}  # fmt: skip
+}
 
-FORMS = ("classifier, 3", "nested pairs, 4", "mixed rows, 4", "two own sizes, 4", "all ranks one replica, 3", "everything split, 4")
+FORMS = (
+    "classifier, 3",
+    "nested pairs, 4",
+    "mixed rows, 4",
+    "two own sizes, 4",
+    "all ranks one replica, 3",
+    "everything split, 4",
+)
 VARIATIONS = {
     "loss inside": {"loss": "inside"},
     "loss on plain rows": {"loss": "gathered"},

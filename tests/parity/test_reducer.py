@@ -1,4 +1,4 @@
-"""The gradient reducer: what travels, in what precision, how much memory it takes, and how it ends when a backward fails."""
+"""The gradient reducer: what travels, in what precision, in how much memory, and how a failed backward ends."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Given(nn.Module):
 
 
 def given_rank(rank: int, n: int, dtype: torch.dtype, values: list[list[float]], local: bool) -> Tensor:
-    model = wh.parallelize(Given(len(values[0])), default=wh.replica(reduce_dtype=dtype, all_reduce="hierarchical" if local else "flat"))
+    model = wh.parallelize(
+        Given(len(values[0])), default=wh.replica(reduce_dtype=dtype, all_reduce="hierarchical" if local else "flat")
+    )
     model(torch.tensor(values[rank]).unsqueeze(0)).sum().backward()
     return model.w.grad.clone()
 
@@ -290,7 +292,10 @@ def refused_rank(rank: int, n: int, what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "text"),
-    [("taken", r"gradient of '0.weight' was taken away by a hook"), ("graph", r"create_graph=True\): the gradient of '\S+' is part of a graph")],
+    [
+        ("taken", r"gradient of '0.weight' was taken away by a hook"),
+        ("graph", r"create_graph=True\): the gradient of '\S+' is part of a graph"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_what_cannot_be_averaged_raises(what: str, text: str) -> None:
@@ -368,7 +373,9 @@ def test_sparse_embeddings(n: int, tied: bool, twice: bool) -> None:
         assert error(found["gradients"], expected["gradients"]) <= BARS[None]
         assert error(found["stepped"], expected["stepped"]) <= BARS[None]
         if not tied:
-            assert all(found["gradients"][name].is_sparse for name in ("table.weight", "bag.weight")[: 2 if n > 1 else 1])
+            assert all(
+                found["gradients"][name].is_sparse for name in ("table.weight", "bag.weight")[: 2 if n > 1 else 1]
+            )
             assert found["gradients"]["spare.weight"] is None
             if n > 1:
                 assert found["gradients"]["table.weight"].is_coalesced()
@@ -390,5 +397,7 @@ def lookup_rank(rank: int, n: int) -> None:
 
 
 def test_a_sparse_gradient_of_no_embedding_raises() -> None:
-    with pytest.raises(wh.LossError, match=r"gradient of 'rows' is torch.sparse_coo, but it belongs to no nn.Embedding"):
+    with pytest.raises(
+        wh.LossError, match=r"gradient of 'rows' is torch.sparse_coo, but it belongs to no nn.Embedding"
+    ):
         world(2, lookup_rank)

@@ -30,7 +30,6 @@ from tests.parity.replica_cases import (
     same_on_all_ranks,
     share,
     summed,
-    train,
 )
 from tests.world import world
 
@@ -234,7 +233,10 @@ def surface_rank(rank: int, n: int) -> dict[str, Any]:
     model(x=batch[0], scale=1.0, labels=batch[1])["loss"].backward()
     after = (repr(model), list(model.state_dict()), inspect.signature(model.forward), model.forward.__doc__)
     return {
-        "unchanged": before == after and isinstance(model, Signed) and type(model).__name__ == "Signed" and model is plain,
+        "unchanged": before == after
+        and isinstance(model, Signed)
+        and type(model).__name__ == "Signed"
+        and model is plain,
         "same objects": model.net[0].weight is early,
         "seen": seen,
         "gradients": gradients(model),
@@ -556,7 +558,9 @@ def test_ranks_of_one_replica_fed_differently_raise(change: str, training: bool)
     texts = world(4, fed_rank, change, training)
     assert len(set(texts)) == 1, "every rank raises, with one text"
     rows = r"\[6, 5\]" if change == "rows" else r"\[6, 6\]"
-    assert re.search(rf"ranks \[0, 1\] are one replica but were fed different batches \(rows {rows}, input hashes", texts[0])
+    assert re.search(
+        rf"ranks \[0, 1\] are one replica but were fed different batches \(rows {rows}, input hashes", texts[0]
+    )
 
 
 # ---- BatchNorm stays local unless asked ----

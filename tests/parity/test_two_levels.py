@@ -32,7 +32,11 @@ def _exchange(rank: int, ranks: int, counts: list[int]) -> None:
 @pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (8, 2), (8, 4)])
 @pytest.mark.parametrize("rows", ["even", "uneven", "empty"])
 def test_equal_flat_exchanges(ranks: int, per_node: int, rows: str) -> None:
-    counts = {"even": [2] * ranks, "uneven": [r % 3 + 1 for r in range(ranks)], "empty": [r % 2 * 3 for r in range(ranks)]}
+    counts = {
+        "even": [2] * ranks,
+        "uneven": [r % 3 + 1 for r in range(ranks)],
+        "empty": [r % 2 * 3 for r in range(ranks)],
+    }
     world(ranks, _exchange, counts[rows], local_world_size=per_node)
 
 

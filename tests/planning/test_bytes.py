@@ -108,7 +108,9 @@ def test_without_cuts_a_plan_counts_gradients_and_row_counts() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ffn", "glu"])
-@pytest.mark.parametrize("name", ["classifier, 4", "classifier, 8", "all ranks one replica, 4", "mixed rows, 4", "mixed rows, 8"])
+@pytest.mark.parametrize(
+    "name", ["classifier, 4", "classifier, 8", "all ranks one replica, 4", "mixed rows, 4", "mixed rows, 8"]
+)
 def test_the_estimate_without_sample_inputs_is_close(name: str, kind: str) -> None:
     case = CASES[name]
     case = replace(case, parts=tuple(replace(part, kind=kind) for part in case.parts), rows=(64,) * len(case.rows))
@@ -117,7 +119,9 @@ def test_the_estimate_without_sample_inputs_is_close(name: str, kind: str) -> No
     counted = wh.plan(model, cluster=cluster, sample_inputs=_inputs(case, batch))
     assumed = wh.plan(model, cluster=cluster)
     assert "once" in assumed.assumption and "counted" in counted.assumption
-    assert price(replace(assumed, rows_per_rank=case.rows[0]), model).sent_bytes == pytest.approx(counted.sent_bytes, rel=0.05)
+    assert price(replace(assumed, rows_per_rank=case.rows[0]), model).sent_bytes == pytest.approx(
+        counted.sent_bytes, rel=0.05
+    )
 
 
 class Reads(torch.nn.Module):
@@ -176,7 +180,9 @@ class Encoder(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with wh.replica(), wh.split(size=2):
-            self.layers = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(8, 4, 16, dropout=0.1, batch_first=True) for _ in range(2))
+            self.layers = torch.nn.ModuleList(
+                torch.nn.TransformerEncoderLayer(8, 4, 16, dropout=0.1, batch_first=True) for _ in range(2)
+            )
         with wh.split():
             self.head = torch.nn.Linear(8, 12)
 
@@ -191,8 +197,13 @@ class Convolutions(torch.nn.Module):
         super().__init__()
         with wh.split():
             self.body = torch.nn.Sequential(
-                torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 6, 3), torch.nn.Flatten(), torch.nn.Linear(6 * 16, 5)
-            )  # fmt: skip
+                torch.nn.Conv2d(3, 8, 3),
+                torch.nn.BatchNorm2d(8),
+                torch.nn.ReLU(),
+                torch.nn.Conv2d(8, 6, 3),
+                torch.nn.Flatten(),
+                torch.nn.Linear(6 * 16, 5),
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
@@ -211,7 +222,9 @@ def _step_of(rank: int, n: int, name: str) -> tuple[str, dict[str, float]]:
     z = model(x)
     torch.nn.functional.cross_entropy(z, torch.zeros(4, dtype=torch.int64)).backward()
     sent = {what: total - before.get(what, 0.0) for what, total in _sent(mesh).items()}
-    return wh.plan(model).to_json(), {what: size for what, size in sent.items() if size and not what.startswith("gradient")}
+    return wh.plan(model).to_json(), {
+        what: size for what, size in sent.items() if size and not what.startswith("gradient")
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -72,7 +72,7 @@ class Anchor:
 class Call:
     """Row counts of one forward.
 
-    batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the gradient reducers.
+    batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the reducers.
     summed: the loss is a sum over samples, not a mean.
     The 32 bytes travel while the model runs and are waited for where a weight is first needed.
     """
@@ -187,5 +187,5 @@ def deliver(x: torch.Tensor, call: Call, *, weigh: bool = True) -> torch.Tensor:
     """
     if not x.requires_grad and not (call.is_empty and x.is_floating_point() and torch.is_grad_enabled()):
         return x
-    out: torch.Tensor = _Deliver.apply(x, call.anchor.leaf, call, weigh)
+    out: torch.Tensor = _Deliver.apply(x, call.anchor.leaf, call, weigh)  # type: ignore[no-untyped-call]
     return out

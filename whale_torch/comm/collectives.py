@@ -6,6 +6,7 @@ Small messages travel by all-to-all, the only fast small collective of gloo (doc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _SMALL_BYTES = 1 << 18
 
 
-def _run(group: Group, operation: str, call: Callable[[], object]) -> None:
+Result = TypeVar("Result")
+
+
+def _run(group: Group, operation: str, call: Callable[[], Result]) -> Result:
     try:
-        call()
-    except (RuntimeError, dist.DistBackendError) as error:
+        return call()
+    except RuntimeError as error:
         raise explain(group, operation, error) from error
+
+
+def _wait(group: Group, operation: str, work: dist.Work | None) -> None:
+    if work is not None:
+        _run(group, operation, work.wait)
 
 
 def all_reduce(
@@ -54,8 +63,8 @@ def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce")
     if group.size == 1:
         return lambda: None
     group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size, name)
-    work = dist.all_reduce(x, group=group.process_group, async_op=True)
-    return lambda: _run(group, name, work.wait)
+    work = _run(group, name, lambda: dist.all_reduce(x, group=group.process_group, async_op=True))
+    return lambda: _wait(group, name, work)
 
 
 def broadcast(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
@@ -70,7 +79,11 @@ def broadcast_copy(x: torch.Tensor, group: Group, *, name: str = "broadcast") ->
     """A dense copy of the first rank's x, of any dtype, on every rank of the group."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if out.numel():
-        broadcast(torch.view_as_real(out) if out.is_complex() else out.view(torch.uint8) if out.dtype is torch.bool else out, group, name=name)
+        broadcast(
+            torch.view_as_real(out) if out.is_complex() else out.view(torch.uint8) if out.dtype is torch.bool else out,
+            group,
+            name=name,
+        )
     return out
 
 
@@ -103,8 +116,8 @@ def spread_async(
         return _spread_two_levels(numbers, group, group.levels, name)
     out = torch.empty_like(sent)
     group.count(8 * len(numbers) * (group.size - 1), name)
-    work = dist.all_to_all_single(out, sent, group=group.process_group, async_op=True)
-    return out, lambda: _run(group, name, work.wait)
+    work = _run(group, name, lambda: dist.all_to_all_single(out, sent, group=group.process_group, async_op=True))
+    return out, lambda: _wait(group, name, work)
 
 
 def _spread_two_levels(
@@ -162,7 +175,7 @@ def _reduce_scatter_two_levels(x: torch.Tensor, counts: Sequence[int], levels: T
 def all_to_all_rows(
     x: torch.Tensor, sent: list[int], received: list[int], group: Group, *, name: str = "all-to-all"
 ) -> torch.Tensor:
-    """Sends sent[i] rows to the i-th rank and receives received[i] from it: [sum(sent), ...] -> [sum(received), ...]."""
+    """Sends sent[i] rows to the i-th rank, receives received[i] from it: [sum(sent), ...] -> [sum(received), ...]."""
     if group.size == 1:
         return x
     x = x.contiguous()

@@ -17,7 +17,7 @@ from torch import Tensor
 from whale_torch.comm.columns import Columns, ColumnsPlace, Hold, dropout, plain, register_function, user_site
 from whale_torch.errors import LayoutError
 
-__all__: list[str] = []
+__all__ = ()
 
 
 def _applied(place: ColumnsPlace, func: Any, *values: Any) -> ColumnsPlace:

@@ -24,7 +24,9 @@ class LocalRandom:
     def begin(self) -> None:
         """Leaves the shared stream."""
         seed = int(torch.randint(1 << 62, (), device="cpu")) + self._region.columns.rank
-        if self._device.type in ("cpu", "meta"):
+        if self._device.type == "meta":  # nothing is drawn
+            return
+        if self._device.type == "cpu":
             self._before = torch.get_rng_state()
             torch.default_generator.manual_seed(seed)
         else:

@@ -1,4 +1,4 @@
-"""How one flat buffer of gradients is averaged over the ranks with a copy: flat or in two levels, in full or half precision."""
+"""How one flat buffer of gradients is averaged over the ranks with a copy: in one or two levels, in any precision."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class _Worker:
 class Reduction:
     """Averages flat buffers over `copies`.
 
-    dtype: of what travels; reduce inside nodes first where `levels` are given. Half precision is rounded twice, whatever
-    the number of ranks (bfloat16 4e-3, float16 1e-3 at most): sums are made in float32, and between nodes only it travels
-    in half. float16 is scaled by the largest gradient of all ranks, so that nothing overflows and small gradients survive.
+    dtype: of what travels. levels: reduce inside nodes first. Half precision is rounded twice, whatever the number of
+    ranks (bfloat16 4e-3, float16 1e-3 at most): sums are made in float32, and of two levels only the outer one travels
+    in half. float16 is scaled by the largest gradient of all ranks, so that nothing overflows and small ones survive.
     """
 
     def __init__(self, copies: Group, dtype: torch.dtype, *, levels: TwoLevels | None = None):
@@ -147,7 +147,9 @@ class Reduction:
         part = reduce_scatter_equal(flat, levels.inside, name="gradient reduce-scatter")
         scale = 1.0
         if self._half:
-            values = part[: max(0, packed.num_elements - levels.inside.index * part.numel())]  # not the flags behind them
+            values = part[
+                : max(0, packed.num_elements - levels.inside.index * part.numel())
+            ]  # not the flags behind them
             if self.dtype is torch.float16:
                 scale = self._shared_scale([values] if values.numel() else [], flat.device, levels.between.size)
                 values *= scale

@@ -23,14 +23,16 @@ BatchDim = int | tuple[tuple[str, int | None], ...]
 class BatchReader:
     """Counts the samples in a model's arguments.
 
-    batch_dim: a dim, then the first tensor that has it is read; or (input name, dim or None) pairs, then the inputs
+    batch_dim: a dim, read off the first tensor that has it; or (input name, dim or None) pairs, read off the inputs
     named. A list of tensors under a name counts its items. Where no input has a tensor, every feed weighs the same.
     Raises PlanError for a name that the model's forward does not take.
     """
 
     def __init__(self, model: nn.Module, batch_dim: BatchDim):
         self._dim = batch_dim if isinstance(batch_dim, int) else 0
-        self._named = None if isinstance(batch_dim, int) else tuple((name, dim) for name, dim in batch_dim if dim is not None)
+        self._named = (
+            None if isinstance(batch_dim, int) else tuple((name, dim) for name, dim in batch_dim if dim is not None)
+        )
         self._model_name = type(model).__name__
         if not isinstance(batch_dim, int):
             self._check_names(model, [name for name, _ in batch_dim])
@@ -74,7 +76,8 @@ class BatchReader:
                 found[name] = size
         if not found:
             raise LayoutError(
-                f"{self._model_name} was called without a tensor for any of {[name for name, _ in self._named or ()]}, which count its samples.",
+                f"{self._model_name} was called without a tensor for any of {[name for name, _ in self._named or ()]}, "
+                "which count its samples.",
                 fix="pass one of them, or name another input in wh.replica(batch_dim={...})",
             )
         if len(set(found.values())) > 1:

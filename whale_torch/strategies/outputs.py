@@ -62,18 +62,22 @@ def _leaves(value: Any, above: frozenset[int], plain: bool) -> Iterator[Any]:
 def _fields(value: Any) -> dict[str, Any]:
     """The attributes of an object that are its own."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+        return {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+        }
     slots = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | dict(getattr(value, "__dict__", {}))
 
 
 def _slot_names(kind: type) -> tuple[str, ...]:
     names = kind.__dict__.get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    return (
+        (names,) if isinstance(names, str) else tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    )
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with each tensor changed: containers and objects keep their types, and stay as they are if nothing changed.
+    """The same nest with each tensor changed; containers and objects keep their types, and stay if nothing changed.
 
     Raises LayoutError for an iterator, and for a set, deque or view with tensors: they would miss their weight.
     """

@@ -73,9 +73,7 @@ def _sparse_parameters(model: nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
 
 
-def _reduction(
-    reduce: Reduce, blocks: Blocks, dtype: torch.dtype, plan: Plan, mesh: Mesh, channel: str
-) -> Reduction:
+def _reduction(reduce: Reduce, blocks: Blocks, dtype: torch.dtype, plan: Plan, mesh: Mesh, channel: str) -> Reduction:
     join = mesh.two_levels if reduce.algorithm == "hierarchical" else mesh.group
     copies = join(f"copies of {reduce.device}", blocks, channel=channel)
     return Reduction(copies, getattr(torch, reduce.wire) if reduce.wire else dtype.to_real(), levels=copies.levels)

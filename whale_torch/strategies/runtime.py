@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from whale_torch.comm.call import Anchor, Call, Trained, deliver
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain
-from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.drift import note_gradients
 from whale_torch.comm.gradients import GradientReducer, Gradients
+from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import LossError, PlanError
@@ -118,7 +118,9 @@ class Runtime:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         plan = self.plan
         batch = self._reader.read(args, kwargs, hashed=plan.feed_size > 1)
-        self.call = Call(self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum")
+        self.call = Call(
+            self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum"
+        )
         for region in self.regions:
             region.call = self.call
         for layer in self._delayed:
@@ -145,7 +147,11 @@ class Runtime:
         return one(out) if isinstance(out, Tensor) else map_tensors(out, one)
 
     def _make_gradients(self) -> Gradients:
-        cut = [p for _, _, _, p in self._watched if (place := place_of(p)) and place.parts is not None and place.parts.size > 1]
+        cut = [
+            p
+            for _, _, _, p in self._watched
+            if (place := place_of(p)) and place.parts is not None and place.parts.size > 1
+        ]
         return Gradients(self._make_reducers(), then=functools.partial(note_gradients, cut) if cut else None)
 
     @contextlib.contextmanager
@@ -164,7 +170,8 @@ class Runtime:
             if owner._parameters.get(key) is not parameter:
                 raise PlanError(
                     f"parameter '{name}' was replaced after wh.parallelize; its gradient would not be averaged.",
-                    fix="change values in place (parameter.data.copy_(...), load_state_dict), or replace it before wh.parallelize",
+                    fix="change values in place (parameter.data.copy_(...), load_state_dict), "
+                    "or replace it before wh.parallelize",
                 )
             if parameter.requires_grad is not self._trained[i]:
                 self._trained[i] = parameter.requires_grad
@@ -219,7 +226,8 @@ def runtime_of(model: nn.Module, what: str) -> Runtime:
     runtime = model.__dict__.get(KEY)
     if not isinstance(runtime, Runtime):
         raise PlanError(
-            f"{what} needs a parallelized model, got {type(model).__name__}" + (" (a copy of one)." if runtime is not None else "."),
+            f"{what} needs a parallelized model, got {type(model).__name__}"
+            + (" (a copy of one)." if runtime is not None else "."),
             fix="model = wh.parallelize(model) first",
         )
     return runtime
@@ -227,4 +235,6 @@ def runtime_of(model: nn.Module, what: str) -> Runtime:
 
 def is_parallelized(model: nn.Module) -> bool:
     """Whether a model, a member of it, or what it belongs to went through parallelize, or is a copy of such a one."""
-    return any(KEY in m.__dict__ or cut_places(m) for m in model.modules()) or any(place_of(p) for p in model.parameters())
+    return any(KEY in m.__dict__ or cut_places(m) for m in model.modules()) or any(
+        place_of(p) for p in model.parameters()
+    )
