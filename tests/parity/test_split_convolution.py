@@ -118,6 +118,7 @@ CASES: list[Case] = [
 NO_GATHER = 7
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(("mode", "n"), [("own", 2), ("own", 3), ("own", 4), ("shared", 2)])
 def test_convolutions_equal_one_process(mode: str, n: int) -> None:
     found = check_all(CASES, n, mode, even if mode == "shared" else uneven)

@@ -56,7 +56,7 @@ class _Call:
 class _OutputProjection(SplitModule):
     """The last layer of an attention module: takes this rank's heads of all samples, gives complete own rows."""
 
-    _added = (*SplitModule._added, "_call")
+    _added = ("_call",)
     _call: _Call
 
     def _product(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class SplitAttention(SplitModule):
     Raises LayoutError for arguments whose samples it cannot tell, and for a cache that holds other rows than the own.
     """
 
-    _added = (*SplitModule._added, "_call", "_whole")
+    _added = ("_call", "_whole")
     _call: _Call
     _whole: list[tuple[nn.Module, str]]
 

@@ -24,7 +24,7 @@ class SplitBatchNorm(SplitModule):
     the region's ranks. Raises ValueError as torch does, for one value a feature in training.
     """
 
-    _added = (*SplitModule._added, "_group")
+    _added = ("_group",)
     eps: float
     momentum: float | None
     track_running_stats: bool
