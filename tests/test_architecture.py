@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"comm"},
     {"scopes", "annotation", "capture", "by_name", "trace", "planning"},
     {"strategies", "moe", "recomputation", "offload", "optim", "checkpoint"},
-    {"apply", "state", "data", "simulate.run", "simulate"},
+    {"apply", "rehearsal", "state", "data", "simulate.run", "simulate"},
     {"", "__main__", "integrations"},
 ]
 PURE, STRATEGIES = 3, 4
@@ -45,6 +45,8 @@ PRIVATE_TORCH = {
     "torch._C.DisableTorchFunctionSubclass": {"comm"},
     # The end of backward: DDP and FSDP use it, and nothing public is called there.
     "torch.autograd.Variable._execution_engine.queue_callback": {"comm"},
+    # Whether backward() or torch.autograd.grad runs, as torch's own register_multi_grad_hook asks.
+    "torch._C._will_engine_execute_node": {"comm"},
     # What repr shows: subclasses are meant to override it.
     "torch.nn.Module._get_name": {"strategies"},
     # Compared only: does a scaler look for overflow as torch's does, in one rank's gradients?

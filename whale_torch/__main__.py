@@ -26,7 +26,8 @@ def _versions() -> list[str]:
     cuda = torch.version.cuda
     return [
         f"whale_torch {whale_torch.__version__} in {Path(whale_torch.__file__).parent}",
-        f"torch {torch.__version__} ({f'CUDA {cuda}' if cuda else 'no CUDA'}, {'C++11' if torch.compiled_with_cxx11_abi() else 'old C++'} ABI)",
+        f"torch {torch.__version__} ({f'CUDA {cuda}' if cuda else 'no CUDA'}, "
+        f"{'C++11' if torch.compiled_with_cxx11_abi() else 'old C++'} ABI)",
         f"Python {platform.python_version()} on {platform.system()} {platform.machine()}",
     ]
 
@@ -34,20 +35,35 @@ def _versions() -> list[str]:
 def _kernels() -> list[str]:
     lines = []
     for device, library in compiled().items():
-        told = f"loaded, instruction set {isa()}" if library.loaded and device == "cpu" else "loaded" if library.loaded else f"not loaded: {library.reason}"
+        told = (
+            f"loaded, instruction set {isa()}"
+            if library.loaded and device == "cpu"
+            else "loaded"
+            if library.loaded
+            else f"not loaded: {library.reason}"
+        )
         lines.append(f"{library.path.name}: {told}")
     answers = backend()
     width = max(map(len, answers))
-    lines += [f"{name.ljust(width)}  " + ", ".join(f"{device}: {kernel}" for device, kernel in found.items()) for name, found in answers.items()]
+    lines += [
+        f"{name.ljust(width)}  " + ", ".join(f"{device}: {kernel}" for device, kernel in found.items())
+        for name, found in answers.items()
+    ]
     return lines
 
 
 def _machine() -> list[str]:
     threads = torch.get_num_threads()
-    lines = [f"{surroundings().cores} CPU cores for this process, {threads} {'thread' if threads == 1 else 'threads'} in torch"]
+    lines = [
+        f"{surroundings().cores} CPU cores for this process, {threads} "
+        f"{'thread' if threads == 1 else 'threads'} in torch"
+    ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        lines.append(f"cuda:{index}  {properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability {properties.major}.{properties.minor}")
+        lines.append(
+            f"cuda:{index}  {properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
+            f"compute capability {properties.major}.{properties.minor}"
+        )
     if len(lines) == 1:
         lines.append("no CUDA device")
     return lines
@@ -58,7 +74,11 @@ def _ranks() -> list[str]:
     if around.world is None:
         return ["no launcher: a script runs as one process; torchrun --nproc-per-node N script.py starts N ranks"]
     if around.local_world is not None and around.world % around.local_world == 0:
-        cluster = Cluster.of(around.world // around.local_world, around.local_world, device="cuda" if torch.cuda.is_available() else "cpu")
+        cluster = Cluster.of(
+            around.world // around.local_world,
+            around.local_world,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+        )
         return [f"rank {around.rank} of {around.world}, on node {around.node}", f"cluster: {cluster}"]
     return [f"rank {around.rank} of {around.world}, on node {around.node}; nodes may have unequal numbers of ranks"]
 

@@ -15,6 +15,7 @@ from whale_torch.annotation import Annotation
 from whale_torch.capture import Scope
 from whale_torch.checkpoint.plain import Weights, read_weights
 from whale_torch.cluster import Cluster
+from whale_torch.comm.collectives import all_reduce
 from whale_torch.comm.drift import watch_optimizers
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError, WhaleError
@@ -39,8 +40,10 @@ __all__ = ["parallelize", "plan"]
 T = TypeVar("T")
 
 
-def plan(model: nn.Module, *, cluster: Cluster | None = None, sample_inputs: object = None, default: Scope | None = None) -> Plan:
-    """The plan of an annotated model for any cluster, without a process group; of a parallelized model, the one in force.
+def plan(
+    model: nn.Module, *, cluster: Cluster | None = None, sample_inputs: object = None, default: Scope | None = None
+) -> Plan:
+    """The plan of an annotated model for any cluster, without a process group; once it is parallelized, that in force.
 
     cluster: default one rank. sample_inputs: what one rank would be fed, for byte counts.
     Raises AnnotationError and PlanError as wh.parallelize would.
@@ -51,7 +54,10 @@ def plan(model: nn.Module, *, cluster: Cluster | None = None, sample_inputs: obj
     if runtime is not None and cluster is None:
         return runtime.current_plan() if isinstance(runtime, Runtime) else runtime.plan
     if runtime is not None:
-        raise PlanError("this model is parallelized already; a plan for another cluster needs the model as it was.", fix="plan before wh.parallelize")
+        raise PlanError(
+            "this model is parallelized already; a plan for another cluster needs the model as it was.",
+            fix="plan before wh.parallelize",
+        )
     made = make_plan(model, cluster or Cluster.of(), default=_default(default), rows_per_rank=_rows(sample_inputs))
     return made if sample_inputs is None else rehearse(made, model, sample_inputs)
 
@@ -77,7 +83,7 @@ def parallelize(
     weights: Weights | None = None,
     timeout: timedelta | float | None = None,
 ) -> nn.Module:
-    """Turns an annotated model into a distributed one, in place, and returns it; names and parameters stay the same objects.
+    """Turns an annotated model into a distributed one, in place, and returns it; its parameters stay the same objects.
 
     sample_inputs: what one rank is fed, for the plan's byte counts. plan: a saved one to apply. cluster: speeds that
     differ from the measured ones (nodes and ranks must be those running). default: scope of what no scope names.
@@ -98,7 +104,7 @@ def parallelize(
         given = state or {}
         _together(mesh, lambda: check_can_materialize(model, init_fn, given))
         shards = {name: (cut.shard, cut.index) for name, cut in cuts.items()}
-        materialize(model, shards, seed=seed, init_fn=init_fn, given=given)
+        materialize(model, shards, seed=seed, init_fn=init_fn, given=given, any_rank=lambda flag: _any_rank(mesh, flag))
     regions = apply_split(model, made, mesh, cuts)
     attach_state_hooks(model)
     if state is not None:
@@ -115,6 +121,12 @@ def parallelize(
     return model
 
 
+def _any_rank(mesh: Mesh, flag: bool) -> bool:
+    """Whether the flag is set on some rank: a small collective."""
+    found = all_reduce(torch.tensor([float(flag)]), mesh.everyone(), op=dist.ReduceOp.MAX, name="initial values")
+    return bool(found)
+
+
 def _check_first_time(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"wh.parallelize takes an nn.Module, got {type(model).__name__}.", fix="wh.parallelize(model)")
@@ -126,17 +138,24 @@ def _check_first_time(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if KEY in module.__dict__:
             where = f"its member '{name}'" if name else "this model"
-            raise PlanError(f"{where} is parallelized already.", fix="call wh.parallelize once, on the outermost module")
+            raise PlanError(
+                f"{where} is parallelized already.", fix="call wh.parallelize once, on the outermost module"
+            )
     if is_parallelized(model):
         found = next((place.name for p in model.parameters() if (place := place_of(p))), None)
         raise PlanError(
-            f"this {type(model).__name__} belongs to a parallelized model" + (f" (as its '{found}')." if found else "."),
+            f"this {model._get_name()} belongs to a parallelized model" + (f" (as its '{found}')." if found else "."),
             fix="call wh.parallelize once, on the outermost module",
         )
 
 
 def _decide(
-    model: nn.Module, mesh: Mesh, cluster: Cluster | None, saved: Plan | None, default: Scope | None, sample_inputs: object
+    model: nn.Module,
+    mesh: Mesh,
+    cluster: Cluster | None,
+    saved: Plan | None,
+    default: Scope | None,
+    sample_inputs: object,
 ) -> Plan:
     """The plan, checked against the ranks that run and equal on all of them."""
 

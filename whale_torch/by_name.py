@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import itertools
 import re
 from collections.abc import Mapping
@@ -78,8 +79,9 @@ def _as_scopes(what: str, value: object, site: str) -> tuple[Scope, ...]:
     scopes = value if isinstance(value, tuple) else (value,)
     for scope in scopes:
         if not isinstance(scope, Scope):
+            told = f"the function {scope.__name__}" if inspect.isfunction(scope) else repr(scope)
             raise AnnotationError(
-                f"annotate(): {what} has {scope!r}, which is no scope.",
+                f"annotate(): {what} has {told}, which is no scope.",
                 where=site,
                 fix="give a scope such as wh.split(), with parentheses, or a tuple of scopes, outer to inner.",
             )

@@ -223,11 +223,11 @@ def _modules_in_construction() -> Iterator[nn.Module]:
 
 
 def call_site() -> str:
-    """Returns the "file:line" of the innermost frame outside this package, relative to the current directory."""
+    """Returns the "file:line" of the innermost frame of the user's, relative to the current directory."""
     package = __name__.partition(".")[0]
     for frame in _frames():
-        # contextlib: a scope entered by an ExitStack belongs to the line that called it.
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in (package, "contextlib"):
+        # contextlib: a scope entered by an ExitStack belongs to the line that called it; torch: so does an assignment.
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in (package, "contextlib", "torch"):
             break
     path = Path(frame.f_code.co_filename)
     try:

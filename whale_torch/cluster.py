@@ -48,7 +48,9 @@ class Cluster:
         for name in ("inter_node_bytes_per_s", "intra_node_bytes_per_s", "flops_per_s", "memory_bytes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise PlanError(f"a cluster's {name} is a positive number, got {value!r}.", fix=f"wh.Cluster.of(..., {name}=1e9)")
+                raise PlanError(
+                    f"a cluster's {name} is a positive number, got {value!r}.", fix=f"wh.Cluster.of(..., {name}=1e9)"
+                )
 
     @staticmethod
     def of(nodes: int = 1, ranks_per_node: int = 1, **options: Any) -> Cluster:
@@ -90,9 +92,11 @@ class Cluster:
         if not isinstance(data, dict) or "ranks_of_nodes" not in data or set(data) - known:
             found = sorted(set(data) - known) if isinstance(data, dict) else type(data).__name__
             raise PlanError(
-                f"this describes no cluster: {found} beside {sorted(known)}." if found else "this describes no cluster: it has no ranks_of_nodes.",
+                f"this describes no cluster: {found} beside {sorted(known)}."
+                if found
+                else "this describes no cluster: it has no ranks_of_nodes.",
                 fix='write {"ranks_of_nodes": [8, 8], "device": "cuda"}, or use cluster.save(path)',
-            )  # fmt: skip
+            )
         return Cluster(**{**data, "ranks_of_nodes": tuple(data["ranks_of_nodes"])})
 
     def save(self, path: str | Path) -> None:
@@ -105,14 +109,20 @@ class Cluster:
         try:
             data = json.loads(Path(path).read_text())
         except json.JSONDecodeError as error:
-            raise PlanError(f"{path} is no JSON: {error}.", fix='write {"ranks_of_nodes": [8, 8], "device": "cuda"}') from error
+            raise PlanError(
+                f"{path} is no JSON: {error}.", fix='write {"ranks_of_nodes": [8, 8], "device": "cuda"}'
+            ) from error
         return Cluster.from_json(data)
 
     def __str__(self) -> str:
         each, nodes = self.ranks_per_node, self.num_nodes
         if nodes == 1:
             return f"1 node x {_counted(self.num_ranks, 'rank')}, {self.device}"
-        ranks = f"{nodes} nodes x {_counted(each, 'rank')}" if each else f"{self.num_ranks} ranks on nodes of {list(self.ranks_of_nodes)}"
+        ranks = (
+            f"{nodes} nodes x {_counted(each, 'rank')}"
+            if each
+            else f"{self.num_ranks} ranks on nodes of {list(self.ranks_of_nodes)}"
+        )
         return f"{ranks}, {self.device}, {self.inter_node_bytes_per_s * 8 / 1e9:.3g} Gbit/s between nodes"
 
 

@@ -1,7 +1,7 @@
 """Which samples each rank reads: global batches cut over the plan's feeds.
 
-A feed is what one batch goes to: one rank, or the ranks of one replica where a split shares rows. `batch_size` is the rows
-of one feed, as in any DataLoader under torchrun; the global batch is that times the number of feeds.
+A feed is what one batch goes to: one rank, or the ranks of one replica where a split shares rows. `batch_size` is the
+rows of one feed, as in any DataLoader under torchrun; the global batch is that times the number of feeds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["BatchSampler", "batch_sampler", "data_rank", "sampler"]
 
 
 def data_rank(model: nn.Module) -> tuple[int, int]:
-    """(number of this rank's feed, number of feeds), for a loader of your own: ranks with equal numbers read the same rows.
+    """(number of this rank's feed, number of feeds), for a loader of your own; ranks of one feed read the same rows.
 
     Raises PlanError for a model that is not parallelized.
     """
@@ -54,7 +54,7 @@ def batch_sampler(
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] = default_collate,
 ) -> BatchSampler:
-    """Index lists for DataLoader(batch_sampler=...): global batches, as one process with `batch_size` times the feeds has.
+    """Index lists for DataLoader(batch_sampler=...): the global batches of one process that reads for all feeds.
 
     Every rank makes the same number of steps and no sample is repeated or left out (but for drop_last); the last global
     batch is cut evenly, so a rank may get 0 rows of it. A DataLoader needs then, to make a batch of none,
@@ -145,10 +145,10 @@ class BatchSampler(Sampler[list[int]]):
         rest = (total - self._position) % self.global_batch_size
         if 0 < rest < self.count and not self.drop_last and not self._takes_empty:
             raise LayoutError(
-                f"the last global batch of {total} samples has {rest} rows for {self.count} feeds, so {self.count - rest} "
-                "get none, and a DataLoader makes no batch of none by itself.",
-                fix="DataLoader(dataset, batch_sampler=batches, collate_fn=batches.collate_fn); batches.allow_empty() where "
-                "you read the indices yourself; or drop_last=True",
+                f"the last global batch of {total} samples has {rest} rows for {self.count} feeds, so "
+                f"{self.count - rest} get none, and a DataLoader makes no batch of none by itself.",
+                fix="DataLoader(dataset, batch_sampler=batches, collate_fn=batches.collate_fn); batches.allow_empty() "
+                "where you read the indices yourself; or drop_last=True",
             )
         return self._batches(self._order(total), self._position)
 
@@ -180,8 +180,8 @@ class BatchSampler(Sampler[list[int]]):
             num_batches = self._handed
             if self._collates and self._collate.made != num_batches:
                 raise CheckpointError(
-                    f"{num_batches} batches were handed out, of which {self._collate.made} were made in this process: the "
-                    "workers of a DataLoader read ahead of the training loop.",
+                    f"{num_batches} batches were handed out, of which {self._collate.made} were made in this process: "
+                    "the workers of a DataLoader read ahead of the training loop.",
                     fix="batches.state_dict(num_batches=...) with the number of batches this loop has trained on",
                 )
         consumed = min(self._position + num_batches * self.global_batch_size, len(self.dataset))
@@ -240,7 +240,7 @@ def _without_rows(batch: Any) -> Any:
         fields = {f.name: _without_rows(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
         return dataclasses.replace(batch, **fields)
     raise LayoutError(
-        f"a rank has 0 rows of the last global batch, and collate_fn gave a {type(batch).__name__}, of which no batch of "
-        "none can be made.",
+        f"a rank has 0 rows of the last global batch, and collate_fn gave a {type(batch).__name__}, "
+        "of which no batch of none can be made.",
         fix="let collate_fn return tensors in lists, tuples, dicts or dataclasses; or drop_last=True",
     )

@@ -16,7 +16,7 @@ from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 from whale_torch.exits import failed, watch_exit
 
-__all__ = ["Group", "Mesh", "Surroundings", "start", "surroundings"]
+__all__ = ["Group", "Mesh", "Surroundings", "TwoLevels", "start", "surroundings"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -25,7 +25,10 @@ class Group:
     """Some ranks and the process group that joins them (None for a rank alone); copies of a model share it.
 
     name: what messages call it. ranks: global numbers in order. index: this rank's place among them.
+    levels: the same ranks inside nodes and between nodes, where exchanges should cross a node's link once.
     """
+
+    levels: TwoLevels | None = None
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, process_group: dist.ProcessGroup | None):
         self.name, self.ranks, self.rank = name, ranks, rank
@@ -56,6 +59,14 @@ class Group:
         return f"Group({self.name}, ranks {list(self.ranks)})"
 
 
+@dataclass(frozen=True)
+class TwoLevels:
+    """A group's ranks of one node, and its ranks at the same place on all nodes; rank = node * inside.size + place."""
+
+    inside: Group
+    between: Group
+
+
 class _Pool:
     """Groups that the models of one process share: they live as long as the world's own group."""
 
@@ -84,6 +95,32 @@ class Mesh:
         self.rank, self.world, self.device, self.cluster, self.timeout = rank, world, device, cluster, timeout
         self._groups: dict[tuple[Any, ...], Group] = {}
 
+    def two_levels(self, name: str, blocks: tuple[tuple[int, ...], ...], *, channel: str = "") -> Group:
+        """As group, with levels where every block spans several nodes, with several and equally many ranks on each."""
+        group = self.group(name, blocks, channel=channel)
+        levels = self._levels(blocks)
+        if levels is not None and group.levels is None:
+            inside, between = levels
+            group.levels = TwoLevels(
+                self.group(f"{name} inside a node", inside, channel=channel),
+                self.group(f"{name} between nodes", between, channel=channel),
+            )
+        return group
+
+    def _levels(self, blocks: tuple[tuple[int, ...], ...]) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
+        inside: list[tuple[int, ...]] = []
+        between: list[tuple[int, ...]] = []
+        for block in blocks:
+            nodes: dict[int, list[int]] = {}
+            for rank in block:
+                nodes.setdefault(self.cluster.node_of(rank), []).append(rank)
+            sizes = {len(ranks) for ranks in nodes.values()}
+            if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
+                return None
+            inside += [tuple(ranks) for ranks in nodes.values()]
+            between += list(zip(*nodes.values(), strict=True))
+        return tuple(inside), tuple(between)
+
     def group(self, name: str, blocks: tuple[tuple[int, ...], ...], *, channel: str = "") -> Group:
         """The block of `blocks` that holds this rank; every rank calls it with the same blocks.
 
@@ -109,7 +146,9 @@ class Mesh:
     def _join(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Makes one group; ranks outside it take part, since all count the groups made so far."""
         # new_group does not inherit the time-out of the world's group
-        group: dist.ProcessGroup | None = dist.new_group(list(block), timeout=self.timeout, backend=_backend(self.device))
+        group: dist.ProcessGroup | None = dist.new_group(
+            list(block), timeout=self.timeout, backend=_backend(self.device)
+        )
         return group
 
     def groups(self) -> list[Group]:
@@ -117,7 +156,7 @@ class Mesh:
         return [*self._groups.values(), *([] if self.world == 1 else self._shared().values())]
 
     def everyone(self, *, channel: str = "") -> Group:
-        return self.group("world", (tuple(range(self.world)),), channel=channel)
+        return self.two_levels("world", (tuple(range(self.world)),), channel=channel)
 
 
 _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
@@ -173,7 +212,9 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
         if world == 1:
             return Mesh(0, 1, device, Cluster.of(device=device.type), timeout)
         if "RANK" not in os.environ:
-            raise PlanError(f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py")
+            raise PlanError(
+                f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py"
+            )
         dist.init_process_group(_backend(device), timeout=timeout)
         atexit.register(_end)
     rank = dist.get_rank()
@@ -184,7 +225,10 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
 def _integer(name: str, default: int) -> int:
     value = os.environ.get(name, str(default))
     if not value.isdecimal() or int(value) < (1 if name.endswith("SIZE") else 0):
-        raise PlanError(f"the environment says {name}={value!r}, which is no number of ranks.", fix="start with torchrun --nproc-per-node N script.py")
+        raise PlanError(
+            f"the environment says {name}={value!r}, which is no number of ranks.",
+            fix="start with torchrun --nproc-per-node N script.py",
+        )
     return int(value)
 
 
@@ -195,8 +239,9 @@ def _device(asked: torch.device | str | None, world: int) -> torch.device:
     device = torch.device(asked)
     if device.type == "meta" or (world > 1 and device.type not in ("cpu", *_DEVICE_BACKENDS)):
         raise PlanError(
-            f"{world} ranks cannot train on device '{device}'.", fix=f"device= one of cpu, {', '.join(_DEVICE_BACKENDS)}"
-        )  # fmt: skip
+            f"{world} ranks cannot train on device '{device}'.",
+            fix=f"device= one of cpu, {', '.join(_DEVICE_BACKENDS)}",
+        )
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
@@ -205,7 +250,7 @@ def _device(asked: torch.device | str | None, world: int) -> torch.device:
         raise PlanError(
             f"this rank wants cuda:{index} (LOCAL_RANK {local_rank}), but torch sees {count} CUDA devices.",
             fix=f"start at most {count} ranks a node (torchrun --nproc-per-node), or pass device=",
-        )  # fmt: skip
+        )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
@@ -224,5 +269,5 @@ def _cluster_of_world(world: int, device: torch.device) -> Cluster:
         raise PlanError(
             f"ranks of one node are not numbered side by side: ranks 0 to {world - 1} are on nodes {nodes}.",
             fix="start the ranks with torchrun",
-        )  # fmt: skip
+        )
     return Cluster(tuple(nodes.count(node) for node in in_order), device=device.type)

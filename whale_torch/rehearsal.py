@@ -48,20 +48,27 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
         runtime = _step(plan, model, args, kwargs, mesh)
     except Exception as error:  # the model is the user's: whatever it raises without values says so
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        return replace(plan, assumption=f"{plan.assumption}; it does not run without values: {type(error).__name__}: {reason}")
+        return replace(
+            plan, assumption=f"{plan.assumption}; it does not run without values: {type(error).__name__}: {reason}"
+        )
     gradients = gradient_traffic(plan, dict(model.named_parameters()), shards_of(plan, model))
     found = [
         GatherRecord(operation, site, int(count), num_bytes)
         for region in runtime.regions
         for (operation, site), (count, num_bytes) in region.gathered.items()
     ]
-    return replace(plan, traffic=(*gradients, *mesh.traffic()), gathers=tuple(found), assumption=f"counted on a step of {rows} rows a rank")
+    return replace(
+        plan,
+        traffic=(*gradients, *mesh.traffic()),
+        gathers=tuple(found),
+        assumption=f"counted on a step of {rows} rows a rank",
+    )
 
 
 def _step(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: _RehearsalMesh) -> Runtime:
     twin = _without_memory(model)
     regions = apply_split(twin, plan, mesh, cut_parameters(twin, plan, mesh))
-    runtime = Runtime(twin, plan, mesh, regions, BatchReader(twin, plan.batch_dim), lambda: [])
+    runtime = Runtime(twin, plan, mesh, regions, BatchReader(twin, plan.batch_dim), list)
     runtime.gradients = Gradients([])  # nothing to average, and nothing that wants to read them
     make_root(twin, runtime)
     args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().to("meta").requires_grad_(t.requires_grad))
@@ -69,7 +76,7 @@ def _step(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     with _quietly(), torch.device("meta"), torch.enable_grad():
         loss = _loss(twin(*args, **kwargs))
         if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
     return runtime
 
 
@@ -147,16 +154,18 @@ class _Mirror(dist.ProcessGroup):
     """A process group of one real rank: every other one sends and receives what this one does."""
 
     def __init__(self, rank: int, size: int):
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg, unused-ignore]
         self._size = size
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         for x in tensors:
             if opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
                 x.mul_(self._size)
         return _Done()
 
-    def alltoall_base(self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None) -> dist.Work:
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> dist.Work:
         mine = input.tensor_split(self._size) if not input_sizes else input.split(input_sizes)
         parts = output.tensor_split(self._size) if not output_sizes else output.split(output_sizes)
         for part in parts:

@@ -39,8 +39,8 @@ def full_tensor(parameter: Tensor, value: Tensor | None = None) -> Tensor:
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state_dict of the model as one process would have it, with whole tensors: a collective, on every rank.
 
-    Tied parameters share memory, as in a plain state_dict. Takes a parallelized model, a member of one, a copy of one and
-    what wraps a copy (torch.optim.swa_utils.AveragedModel); tensors lie on the parameters' device.
+    Tied parameters share memory, as in a plain state_dict. Takes a parallelized model, a member of one, a copy of one
+    and what wraps a copy (torch.optim.swa_utils.AveragedModel); tensors lie on the parameters' device.
     Buffers that differ between ranks (running statistics of a local BatchNorm) are rank 0's on every rank.
     Raises PlanError for a model without a parallelized part.
     """
@@ -81,7 +81,12 @@ def reduce(value: Value, how: str = "mean", *, weight: float = 1.0) -> Value:
     if how not in ("mean", "sum"):
         raise PlanError(f'wh.reduce knows "mean" and "sum", got {how!r}.', fix='wh.reduce(value, "mean")')
     x = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-    both = torch.stack([x.to(torch.float64) * weight if weight else torch.zeros_like(x, dtype=torch.float64), torch.full_like(x, weight, dtype=torch.float64)])
+    both = torch.stack(
+        [
+            x.to(torch.float64) * weight if weight else torch.zeros_like(x, dtype=torch.float64),
+            torch.full_like(x, weight, dtype=torch.float64),
+        ]
+    )
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(both)
     total = both[0] if how == "sum" else both[0] / both[1]

@@ -95,9 +95,9 @@ def limit_ms(
 ) -> float:
     """What a step cannot beat on the real cluster, in ms: compute and the bytes of a node's link.
 
-    split: only the features' gradients are reduced, and features and their gradients cross once each, as fp32; else all
-    gradients are reduced. wire_bytes: of a gradient element. two_level: the reduction crosses links once a node, else it
-    is one ring over all ranks. overlap: it is hidden behind backward as far as it can be.
+    split: only the features' gradients are reduced, and features and their gradients cross once each, as fp32; else
+    all gradients are reduced. wire_bytes: of a gradient element. two_level: the reduction crosses links once a node,
+    else it is one ring over all ranks. overlap: it is hidden behind backward as far as it can be.
     """
     nodes, compute = ranks // GPUS_PER_NODE, IMAGE_S * batch
     if nodes == 1:

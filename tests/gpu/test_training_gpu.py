@@ -1,4 +1,4 @@
-"""The classifier on GPUs: one rank equals plain torch; several ranks, where there are GPUs, equal one process over NCCL."""
+"""The classifier on GPUs: one rank equals plain torch; several, where there are GPUs, equal one process over NCCL."""
 
 from __future__ import annotations
 

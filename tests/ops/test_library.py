@@ -29,9 +29,9 @@ def test_a_damaged_library_is_warned_about_with_the_loaders_words(tmp_path: Path
         assert not library.load("cpu", damaged).loaded
 
 
-def test_no_cuda_library_without_a_gpu(tmp_path: Path) -> None:
+def test_no_cuda_library_on_a_torch_without_cuda(tmp_path: Path) -> None:
     (tmp_path / "_C_cuda.so").write_bytes(b"never opened")
-    assert library.load("cuda", tmp_path / "_C_cuda.so", present=False).reason == "torch sees no cuda device"
+    assert library.load("cuda", tmp_path / "_C_cuda.so", present=False).reason == "this torch is built without cuda"
 
 
 def test_python_kernels_answer_and_say_so_once(tmp_path: Path) -> None:

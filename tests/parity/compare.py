@@ -208,9 +208,9 @@ def check_all(
     sizes: Callable[[int, int], list[int]] = even,
     tolerance: float = TOLERANCE,
     mutate: Callable[[], None] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
 ) -> list[list[Run]]:
-    """Asserts, for each case in one world, that n ranks train and evaluate as one process does; gives the ranks' runs."""
+    """Asserts for each case that n ranks, of one world, train and evaluate as one process; gives their runs."""
     feed_size = 2 if mode == "shared" else 1
     cuts = [sizes(cls.rows, n // feed_size) for cls, _ in cases]
     results = world(n, on_rank_all, list(cases), cuts, mode, mutate, timeout=timeout)

@@ -69,7 +69,8 @@ class Case:
     rows: samples of each feed; its length is the number of feeds. world: ranks. length: tokens of a sample, 0 for none.
     vocabulary: the input is ids of so many words, and the first part's width is that of their embedding.
     heads: classes and scopes of each output layer. loss: "outside", "inside" the model, or "gathered": on plain rows.
-    ignored: labels that are ignored, a fraction. frozen: a regular expression of parameter names.
+    before: every parameter has a gradient when the model is parallelized. ignored: labels that are ignored, a fraction.
+    frozen: a regular expression of parameter names.
     """
 
     world: int
@@ -87,6 +88,7 @@ class Case:
     default: Scopes = ()
     seed: int = 0
     input_width: int = 6
+    before: bool = False
 
     @property
     def feed_size(self) -> int:
@@ -243,6 +245,7 @@ def train(rank: int, n: int, case: Case, mutation: str | None = None, steps: int
         model = Net(case)
         for name, p in model.named_parameters():
             p.requires_grad_(not re.fullmatch(case.frozen, name))
+            p.grad = p.detach().clone() if case.before else None
         start, stop = 0, sum(case.rows)
         if n:
             annotate(model, case)
@@ -261,7 +264,8 @@ def _steps(model: nn.Module, case: Case, mine: slice, steps: int, n: int) -> dic
     for make in optimizers:
         optimizer = make([p for p in model.parameters() if p.requires_grad])
         for _ in range(steps):
-            optimizer.zero_grad()
+            if not case.before or found["grad"]:
+                optimizer.zero_grad()
             for i in range(case.accumulate):
                 quiet = n and case.no_sync and i + 1 < case.accumulate
                 with wh.no_sync(model) if quiet else contextlib.nullcontext():
@@ -278,7 +282,7 @@ def _steps(model: nn.Module, case: Case, mine: slice, steps: int, n: int) -> dic
 
 
 def difference(case: Case, ranks: list[dict[str, Any]], one: dict[str, Any]) -> dict[str, float]:
-    """Largest error of losses, gradients, final parameters and eval outputs over all ranks, relative as the design says."""
+    """Largest relative error of losses, gradients, final parameters and eval outputs over all ranks."""
     worst = {"loss": 0.0, "grad": 0.0, "parameters": 0.0, "out": 0.0}
     total = sum(case.rows)
     for rank, found in enumerate(ranks):
@@ -313,7 +317,7 @@ def _worse(a: float, b: float) -> float:
 
 
 def train_all(rank: int, n: int, cases: list[tuple[Case, str | None, int]]) -> list[dict[str, Any] | str]:
-    """Trains several cases, each (case, mutation, steps), one after the other in one world; an error ends its case only."""
+    """Trains several cases, each (case, mutation, steps), one after the other; an error ends its case only."""
     found: list[dict[str, Any] | str] = []
     for case, mutation, steps in cases:
         try:
@@ -351,13 +355,13 @@ def _bridge(name: str, factor: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reducer_sum() -> Iterator[None]:
-    from whale_torch.comm.reduction import Pending, Reduction
+    from whale_torch.comm.reduction import Reduction
 
     start = Reduction.start
 
-    def summed(self: Reduction, *args: Any) -> Pending:
-        pending = start(self, *args)
-        return Pending(lambda: pending.wait() * self.copies.size)
+    def summed(self: Reduction, *args: Any) -> Any:
+        wait = start(self, *args)
+        return lambda: wait() * self.copies.size
 
     with mock.patch.object(Reduction, "start", summed):
         yield
@@ -461,11 +465,20 @@ def random_case(n: int, seed: int) -> Case:
     rows = rows if sum(rows) else (2, *rows[1:])
     inside = draw.random() < 0.4
     case = Case(
-        world=n, parts=parts, heads=heads, rows=rows, length=draw.choice([0, 0, 3]), vocabulary=vocabulary, tied=tied,
-        loss="inside" if inside else draw.choice(["outside", "gathered"]), ignored=draw.choice([0.0, 0.4]) if inside else 0.0,
-        accumulate=draw.choice([1, 1, 2]), no_sync=draw.random() < 0.5, seed=seed,
+        world=n,
+        parts=parts,
+        heads=heads,
+        rows=rows,
+        length=draw.choice([0, 0, 3]),
+        vocabulary=vocabulary,
+        tied=tied,
+        loss="inside" if inside else draw.choice(["outside", "gathered"]),
+        ignored=draw.choice([0.0, 0.4]) if inside else 0.0,
+        accumulate=draw.choice([1, 1, 2]),
+        no_sync=draw.random() < 0.5,
+        seed=seed,
         frozen=draw.choice(["-", "-", r"inputs\..*", r".*bias", r"heads\.0\..*"]),
-    )  # fmt: skip
+    )
     return replace(case, frozen="-") if tied or not _trains(case) else case
 
 

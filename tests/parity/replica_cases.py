@@ -202,7 +202,7 @@ class Result:
 
 
 def train(model: nn.Module, case: Case, batch: Batch, *, steps: int = 1, lr: float = 0.1) -> Result:
-    """`steps` steps of SGD with momentum; the loss and gradients of the first, the weights and eval output of the last."""
+    """Steps of SGD with momentum: loss and gradients of the first, weights and eval output of the last."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     first: tuple[float, dict[str, Tensor | None]] | None = None
     for _ in range(steps):
@@ -226,9 +226,7 @@ def error(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -
     worst = 0.0
     for name, e in expected.items():
         f = found[name]
-        assert (f is None) == (e is None), (
-            f"{name}: {'None' if f is None else 'a gradient'} on the rank, not so in one process"
-        )
+        assert (f is None) == (e is None), f"{name}: {'None' if f is None else 'a gradient'} on the rank only"
         if f is None or e is None or not e.numel():
             continue
         assert f.shape == e.shape and f.dtype == e.dtype

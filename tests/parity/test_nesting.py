@@ -14,10 +14,12 @@ from tests.parity.nesting import (
     Part,
     Scopes,
     compare,
+    difference,
     nested,
     own,
     random_case,
     replica,
+    train,
     train_all,
 )
 from tests.world import world
@@ -66,9 +68,12 @@ NESTINGS |= {
     "2 and 8 on 8": case(8, 1, [("ffn", own(2)), ("glu", own(8))], [own(8)]),
     "4 and 8 on 8, pairs fed alike": case(8, 2, [("ffn", nested(2)), ("glu", own(4))], [own(8)]),
     "all of them": case(
-        8, 2, [("linear", R), ("glu", nested(2)), ("ffn", own(4)), ("twice", nested(8, rows="own")), ("linear", ())], [own(8), own(2, rows="shared")]
+        8,
+        2,
+        [("linear", R), ("glu", nested(2)), ("ffn", own(4)), ("twice", nested(8, rows="own")), ("linear", ())],
+        [own(8), own(2, rows="shared")],
     ),
-}  # fmt: skip
+}
 
 FORMS = (
     "classifier, 3",
@@ -172,3 +177,15 @@ def test_networks_drawn_by_chance(n: int, first: int) -> None:
     for i, case in enumerate(drawn):
         found = compare(case, [results[i] for results in by_rank], 1)
         assert all(error <= BAR for error in found.values()), (found, case)
+
+
+def _left_over(rank: int, n: int) -> dict[str, object]:
+    """A gradient from before wh.parallelize stays what it was, and the next one adds to it."""
+    case = NESTINGS["mixed rows, 4"]
+    return train(rank, n, replace(case, before=True), None, 1)
+
+
+def test_gradients_left_from_before_are_kept() -> None:
+    case = replace(NESTINGS["mixed rows, 4"], before=True)
+    found = difference(case, world(4, _left_over), train(0, 0, case, None, 1))
+    assert all(error <= BAR for error in found.values()), found

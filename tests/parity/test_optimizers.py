@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import whale_torch as wh
 from tests.parity.layouts import backward, batch, build, mine, worst
 from tests.world import world
-from whale_torch.errors import CheckpointError, PlanError
+from whale_torch.errors import CheckpointError, CommError, PlanError
 from whale_torch.optim import element_wise
 
 BAR = 2e-5
@@ -129,10 +129,8 @@ def refused(rank: int, n: int) -> dict[str, str]:
     out = {}
     model = wh.parallelize(build("own"))
     before = wh.full_state_dict(model)
-    for kind, options in (
-        (torch.optim.LBFGS, {}), (torch.optim.Adafactor, {}), (torch.optim.SparseAdam, {}), (Lamb, {}), (Lion, {}), (LoudAdam, {}),
-    ):  # fmt: skip
-        optimizer = kind(model.parameters(), **options)
+    for kind in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam, Lamb, Lion, LoudAdam):
+        optimizer = kind(model.parameters())
         backward(model, *mine(model, *batch()))
         with pytest.raises(PlanError) as caught:
             optimizer.step(
@@ -229,15 +227,42 @@ def test_optimizer_state_works_in_memory_and_refuses_to_be_written() -> None:
         assert out["round trip True"] == out["round trip False"] == 0.0
 
 
-def other_shape(rank: int, n: int) -> float:
+def another_rate(rank: int, n: int, compared: bool) -> float:
     """The mutation: rank 1 steps with another rate."""
+    from whale_torch.comm import drift
+
+    if not compared:
+        drift.FIRST_STEPS = 0
     plain, model = build("own"), wh.parallelize(build("own"))
     moved(plain, torch.optim.Adam(plain.parameters(), lr=0.01), lambda step: batch(seed=step))
-    moved(
-        model, torch.optim.Adam(model.parameters(), lr=0.01 + 0.001 * rank), lambda step: mine(model, *batch(seed=step))
-    )
+    mine_only = torch.optim.Adam(model.parameters(), lr=0.01 + 0.001 * rank)
+    moved(model, mine_only, lambda step: mine(model, *batch(seed=step)))
     return worst(wh.full_state_dict(model), plain.state_dict())
 
 
 def test_the_suite_catches_another_rate_on_one_rank() -> None:
-    assert max(world(2, other_shape)) > 1e-3
+    assert max(world(2, another_rate, False)) > 1e-3
+    with pytest.raises(CommError, match=r"the copies of 'features.0.weight' differ before an optimizer's step"):
+        world(2, another_rate, True)
+
+
+def torchs_clip(rank: int, n: int, whole: bool) -> str:
+    """torch's own clip: with replicated gradients to compare, and where everything is cut."""
+    torch.manual_seed(0)
+    model = build("own") if whole else nn.Sequential(nn.Linear(6, 11, bias=False))
+    if not whole:
+        wh.annotate(model, {"0": wh.split()})
+    wh.parallelize(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, *mine(model, *batch()))
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    with pytest.raises(CommError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_torchs_clip_on_cut_parameters_is_found() -> None:
+    for whole in (True, False):
+        for text in world(2, torchs_clip, whole):
+            assert "use wh.clip_grad_norm_" in text
+            assert "of which ranks [0, 1] hold parts" in text or "differs between copies" in text

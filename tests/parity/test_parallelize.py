@@ -86,7 +86,7 @@ def twice(rank: int, n: int) -> None:
         with pytest.raises(PlanError, match=text):
             wh.parallelize(target)
     assert same(state_of(model.head), before)
-    with pytest.raises(PlanError, match="takes an nn.Module, got list"):
+    with pytest.raises(PlanError, match=r"takes an nn.Module, got list"):
         wh.parallelize([model])  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The gradient reducer: what travels, in what precision, how much memory it takes, and how it ends when a backward fails."""
+"""The gradient reducer: what travels, in what precision, in how much memory, and how a failed backward ends."""
 
 from __future__ import annotations
 

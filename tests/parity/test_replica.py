@@ -30,7 +30,6 @@ from tests.parity.replica_cases import (
     same_on_all_ranks,
     share,
     summed,
-    train,
 )
 from tests.world import world
 

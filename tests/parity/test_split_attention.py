@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity.compare import Model, check_all, even, uneven
+from tests.parity.compare import Model, check, check_all, even, uneven
+from whale_torch.strategies import split_attention
 
 WIDTH, LENGTH, SOURCE = 12, 5, 4
 
@@ -29,9 +30,18 @@ class Attention(Model):
     rows = 8
 
     def __init__(
-        self, scope: Any, heads: int = 4, batch_first: bool = True, cross: bool = False, padding: str = "", mask: str = "",
-        weights: str = "", causal: bool = False, bias: bool = True, other: tuple[int, int] | None = None,
-    ):  # fmt: skip
+        self,
+        scope: Any,
+        heads: int = 4,
+        batch_first: bool = True,
+        cross: bool = False,
+        padding: str = "",
+        mask: str = "",
+        weights: str = "",
+        causal: bool = False,
+        bias: bool = True,
+        other: tuple[int, int] | None = None,
+    ):
         super().__init__()
         key, value = other or (WIDTH, WIDTH)
         self.query, self.memory, self.memory_value = (
@@ -82,9 +92,15 @@ class Attention(Model):
         q = lift(q)
         k, v = (lift(k), lift(v)) if self.cross else (q, q)
         out, weights = self.attention(
-            q, k, v, key_padding_mask=padding, attn_mask=mask, need_weights=bool(self.weights),
-            average_attn_weights=self.weights != "all", is_causal=self.causal,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            key_padding_mask=padding,
+            attn_mask=mask,
+            need_weights=bool(self.weights),
+            average_attn_weights=self.weights != "all",
+            is_causal=self.causal,
+        )
         return (lift(out), weights) if self.weights else lift(out)
 
     def attention_mask(self, number: Tensor, source: int) -> Tensor | None:
@@ -129,3 +145,23 @@ PLACEMENTS = [("own", 2), ("own", 3), ("own", 4), ("shared", 2), ("shared", 4), 
 def test_attention_equals_one_process(mode: str, n: int) -> None:
     """1, 2 and 3 heads on up to 4 ranks: some ranks have none."""
     check_all([(Attention, options) for options in CASES.values()], n, mode, even if n == 2 else uneven)
+
+
+def forget_the_other_heads() -> None:
+    """A learned mask gets the gradient of this rank's heads only."""
+    split_attention.enter_shared = lambda x, region: x  # type: ignore[assignment]
+
+
+def share_one_padding() -> None:
+    """Every rank masks all rows with its own padding."""
+    split_attention._Masks._gather_padding = (
+        lambda self, padding, remembered: split_attention._additive(  # type: ignore[method-assign]
+            padding[:1].expand(sum(self.counts), -1), torch.float32
+        )
+    )
+
+
+@pytest.mark.parametrize(("mutate", "options"), [(forget_the_other_heads, "learned"), (share_one_padding, "samples")])
+def test_the_comparison_sees_a_wrong_mask(mutate: Any, options: str) -> None:
+    with pytest.raises(AssertionError, match="is off"):
+        check(Attention, 2, mutate=mutate, mask=options, padding="bool" if options == "samples" else "")

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parity.compare import Case, Model, check_all, even, uneven
+from tests.parity.compare import Case, Model, check, check_all, even, uneven
+from whale_torch.strategies import split_normalization
+from whale_torch.strategies.split_normalization import SplitBatchNorm
 
 CHANNELS, SIZE = 3, 8
 
@@ -87,7 +89,7 @@ class Groups(Images):
 
 
 class OneDimension(Images):
-    """nn.Conv1d by output channels, whose result is read as rows, and BatchNorm1d over it without running statistics."""
+    """nn.Conv1d by output channels, read as rows, and BatchNorm1d over it without running statistics."""
 
     def __init__(self, scope: Any):
         super().__init__()
@@ -128,3 +130,19 @@ def test_convolutions_equal_one_process(mode: str, n: int) -> None:
 def test_two_groups_without_a_norm(mode: str) -> None:
     """Statistics are those of a region's rows, so with two regions only what has none can equal one process."""
     check_all([(Pair, {"norm": False}), (Groups, {})], 4, mode, uneven)
+
+
+def forget_the_other_channels() -> None:
+    """Running statistics of this rank's channels only."""
+    SplitBatchNorm._track_all = lambda self, mine: None  # type: ignore[method-assign]
+
+
+def forget_the_share() -> None:
+    """A norm's whole weight gets the gradient of this rank's channels, as if every rank had seen all."""
+    split_normalization.partial_parameter = lambda p, region: p  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("mutate", [forget_the_other_channels, forget_the_share])
+def test_the_comparison_sees_a_wrong_norm(mutate: Any) -> None:
+    with pytest.raises(AssertionError, match="is off"):
+        check(Pair, 2, mutate=mutate)

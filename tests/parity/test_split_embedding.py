@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.parity.compare import Case, Model, check, check_all, uneven
 from tests.world import world
+from whale_torch.strategies.split_embedding import VocabularyEmbedding
 
 WORDS = 11
 LENGTH = 5
@@ -112,5 +113,14 @@ def outside(rank: int, n: int, tied: bool) -> str:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_id_out_of_range_raises_on_every_rank(tied: bool) -> None:
-    for text in world(2, outside, tied):
+    for text in world(2, outside, tied, timeout=180):
         assert "out of range" in text
+
+
+def train_the_padding() -> None:
+    VocabularyEmbedding.padding_idx = property(lambda self: None)  # type: ignore[assignment]
+
+
+def test_the_comparison_sees_a_trained_padding() -> None:
+    with pytest.raises(AssertionError, match="is off"):
+        check(Tied, 2, mutate=train_the_padding, padding=3)

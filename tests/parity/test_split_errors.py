@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -96,7 +97,7 @@ def refuse(rank: int, n: int) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_ranks_refuse_together() -> None:
-    for texts in world(2, refuse):
+    for texts in world(2, refuse, timeout=180):
         for text, (_, _, expected) in zip(texts, CASES, strict=True):
             assert re.search(expected, text), text
             assert "fix:" in text
@@ -112,6 +113,28 @@ def meet_elsewhere(rank: int, n: int) -> None:
 
 
 def test_ranks_in_different_operations() -> None:
-    for outcome in outcomes(2, meet_elsewhere):
+    for outcome in outcomes(2, meet_elsewhere, timeout=180):
         assert isinstance(outcome.error, wh.CommError)
         assert "samples of a split attention" in str(outcome.error) or "something else" in str(outcome.error)
+
+
+def evaluate_a_copy(rank: int, n: int) -> None:
+    """A deep copy of split modules runs like the original, under the original's class names."""
+    from tests.parity.test_split_convolution import Classifier
+    from tests.parity.test_split_transformer import Encoder
+
+    for cls in (Classifier, Encoder):
+        model: Any = wh.parallelize(cls(own)).eval()
+        copied = copy.deepcopy(model)
+        inputs = cls.batch(4)
+        with torch.no_grad():
+            expected, found = model(*inputs), copied(*inputs)
+        assert torch.equal(expected, found)
+        assert "Split" not in repr(model)
+        assert "Synced" not in repr(model)
+        assert isinstance(next(m for m in copied.modules() if isinstance(m, nn.Linear)), nn.Linear)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_copies_of_split_modules() -> None:
+    world(2, evaluate_a_copy, timeout=180)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import whale_torch as wh
 from tests.parity.compare import Case, Model, check_all, even, no_scope, own, uneven
 from tests.world import world
+from whale_torch.strategies import split_huggingface
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -115,6 +116,16 @@ def test_heads_of_gpt2_that_do_not_divide() -> None:
     check_all([(Causal, {"kind": "gpt2"})], 3, "own", uneven, timeout=300)
 
 
+def forget_the_share() -> None:
+    """A norm of queries gets the gradient of this rank's heads, as if every rank had seen all."""
+    split_huggingface.partial_parameter = lambda p, region: p  # type: ignore[assignment]
+
+
+def test_the_comparison_sees_a_gradient_of_some_heads() -> None:
+    with pytest.raises(AssertionError, match="q_norm"):
+        check_all([(Causal, {"kind": "qwen3"})], 2, mutate=forget_the_share, timeout=300)
+
+
 def generate(rank: int, n: int, rows: str) -> dict[str, Any]:
     """Greedy tokens with and without a cache, and what a cache raises where it cannot be kept."""
     import contextlib
@@ -150,6 +161,7 @@ def generate(rank: int, n: int, rows: str) -> dict[str, Any]:
 def test_generation() -> None:
     """A cache of keys and values is kept where the ranks are fed the same rows, and refused elsewhere."""
     for found in world(2, generate, "shared", timeout=300):
+        assert "error" not in found
         assert torch.equal(found["with"], found["expected"])
         assert torch.equal(found["without"], found["expected"])
         assert found["beams"]

@@ -129,7 +129,7 @@ def count_collectives(rank: int, n: int) -> dict[str, int]:
 
 def test_a_pair_enters_once_and_leaves_once() -> None:
     """Two pairs: one agreement, rows in and rows out each; the gated pair's two columns share what came in."""
-    for counted in world(3, count_collectives):
+    for counted in world(3, count_collectives, timeout=180):
         assert counted == {"headers": 2, "forward": 4, "backward": 4}
 
 

@@ -1,4 +1,4 @@
-"""Dropout in a split: masks differ where memory differs, streams agree where rows are shared, a recomputation replays."""
+"""Dropout in a split: masks differ where memory differs, streams agree where rows are shared, recomputation replays."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def draw(rank: int, n: int, mode: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("mode", "n"), [("shared", 2), ("own", 2)])
 def test_masks_differ_where_memory_differs(mode: str, n: int) -> None:
-    first, second = world(n, draw, mode)
+    first, second = world(n, draw, mode, timeout=180)
     assert not torch.equal(first["kernel"], second["kernel"])
     zeros = first["weights"] == 0
     assert zeros.any()
@@ -75,6 +75,6 @@ def gradients(rank: int, n: int, mode: str, recompute: bool) -> dict[str, Tensor
 
 @pytest.mark.parametrize("mode", ["shared", "own"])
 def test_a_recomputation_replays_the_masks(mode: str) -> None:
-    plain, recomputed = world(2, gradients, mode, False)[0], world(2, gradients, mode, True)[0]
+    plain, recomputed = world(2, gradients, mode, False, timeout=180)[0], world(2, gradients, mode, True)[0]
     for name, gradient in plain.items():
         torch.testing.assert_close(recomputed[name], gradient, msg=name)

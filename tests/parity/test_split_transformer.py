@@ -21,9 +21,18 @@ class Encoder(Model):
     dims = (0, 0)
 
     def __init__(
-        self, scope: Any, container: bool = True, split: tuple[int, ...] | None = None, padding: bool = True, mask: bool = False,
-        heads: int = HEADS, norm: bool = True, batch_first: bool = True, left: bool = False, **options: Any,
-    ):  # fmt: skip
+        self,
+        scope: Any,
+        container: bool = True,
+        split: tuple[int, ...] | None = None,
+        padding: bool = True,
+        mask: bool = False,
+        heads: int = HEADS,
+        norm: bool = True,
+        batch_first: bool = True,
+        left: bool = False,
+        **options: Any,
+    ):
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, heads, 22, dropout=0.0, batch_first=batch_first, **options)
         last = nn.LayerNorm(WIDTH) if norm else None

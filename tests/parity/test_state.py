@@ -104,7 +104,7 @@ def test_tied_weights_stay_tied(n: int) -> None:
 
 
 def packed_blocks(rank: int, n: int) -> None:
-    """Attention's packed projection: three blocks, cut by heads; 5 heads on n ranks."""
+    """Attention's packed projection: three blocks, cut by heads; 5 heads on n ranks. Its copy evaluates."""
     from whale_torch.comm.cut_tensor import join
     from whale_torch.comm.registry import ParameterPlace
     from whale_torch.mesh import start
@@ -115,6 +115,17 @@ def packed_blocks(rank: int, n: int) -> None:
     full = torch.arange(120.0).view(30, 4)
     place = ParameterPlace("in_proj", everyone, shard, everyone)
     assert torch.equal(join(shard.cut(full, rank), place), full)
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(20, 5, 7, batch_first=True).eval()
+    model = wh.parallelize(wh.split(copy.deepcopy(plain)))
+    assert all(torch.equal(v, plain.state_dict()[k]) for k, v in wh.full_state_dict(model).items())
+    other = {k: v + 1 for k, v in plain.state_dict().items()}
+    model.load_state_dict(other)
+    assert all(torch.equal(v, other[k]) for k, v in wh.full_state_dict(model).items())
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        assert torch.allclose(copy.deepcopy(model)(x), plain(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -246,7 +257,7 @@ def loading(rank: int, n: int) -> None:
         model.load_state_dict(given)
     part = model.state_dict()["head.weight"].part()
     given["head.weight"] = part.clone()
-    with pytest.raises(RuntimeError, match="size mismatch for head.weight"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for head.weight"):
         model.load_state_dict(given)
     del given["head.weight"]
     given["tail"] = torch.zeros(1)
@@ -334,6 +345,27 @@ def pickled(rank: int, n: int, layout: str, path: str) -> None:
     shallow = copy.copy(model)
     assert shallow.head is model.head
     assert torch.equal(shallow.eval()(x), model.eval()(x))
+
+
+def with_batch_norm(rank: int, n: int, path: str) -> None:
+    with wh.replica(sync_batch_norm=True):
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    wh.parallelize(model)
+    x, _ = batch()
+    model(x).sum().backward()
+    twin = copy.deepcopy(model).eval()
+    assert torch.equal(twin(x), model.eval()(x))
+    if rank == 0:
+        torch.save(model, path)
+
+
+def test_synchronised_batch_norm_pickles_as_a_plain_one(tmp_path: Path) -> None:
+    world(2, with_batch_norm, str(tmp_path / "model.pt"))
+    model = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert [type(m) for m in model] == [nn.Linear, nn.BatchNorm1d]
+    assert "_group" not in vars(model[1])
+    assert int(model[1].num_batches_tracked) == 1
+    model(batch()[0]).sum().backward()
 
 
 @pytest.mark.parametrize(("layout", "n"), [("replica", 2), ("own", 1)])

@@ -108,16 +108,20 @@ def test_without_cuts_a_plan_counts_gradients_and_row_counts() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ffn", "glu"])
-@pytest.mark.parametrize("name", ["classifier, 4", "classifier, 8", "all ranks one replica, 4", "mixed rows, 4", "mixed rows, 8"])
+@pytest.mark.parametrize(
+    "name", ["classifier, 4", "classifier, 8", "all ranks one replica, 4", "mixed rows, 4", "mixed rows, 8"]
+)
 def test_the_estimate_without_sample_inputs_is_close(name: str, kind: str) -> None:
     case = CASES[name]
-    case = replace(case, parts=tuple(replace(part, kind=kind) for part in case.parts))
+    case = replace(case, parts=tuple(replace(part, kind=kind) for part in case.parts), rows=(64,) * len(case.rows))
     model, batch = _build(case)
     cluster = wh.Cluster.of(1, case.world)
     counted = wh.plan(model, cluster=cluster, sample_inputs=_inputs(case, batch))
     assumed = wh.plan(model, cluster=cluster)
     assert "once" in assumed.assumption and "counted" in counted.assumption
-    assert price(replace(assumed, rows_per_rank=4), model).sent_bytes == pytest.approx(counted.sent_bytes, rel=0.05)
+    assert price(replace(assumed, rows_per_rank=case.rows[0]), model).sent_bytes == pytest.approx(
+        counted.sent_bytes, rel=0.05
+    )
 
 
 class Reads(torch.nn.Module):
@@ -168,3 +172,66 @@ def test_a_rehearsal_leaves_the_model_and_the_generators_alone() -> None:
     assert [type(m) for m in model.modules()] == kinds
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+class Encoder(torch.nn.Module):
+    """Attention by heads and a feed-forward pair, twice, and a head over everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with wh.replica(), wh.split(size=2):
+            self.layers = torch.nn.ModuleList(
+                torch.nn.TransformerEncoderLayer(8, 4, 16, dropout=0.1, batch_first=True) for _ in range(2)
+            )
+        with wh.split():
+            self.head = torch.nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with wh.split():
+            self.body = torch.nn.Sequential(
+                torch.nn.Conv2d(3, 8, 3),
+                torch.nn.BatchNorm2d(8),
+                torch.nn.ReLU(),
+                torch.nn.Conv2d(8, 6, 3),
+                torch.nn.Flatten(),
+                torch.nn.Linear(6 * 16, 5),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+MODELS = {"encoder": (Encoder, (4, 5, 8)), "convolutions": (Convolutions, (4, 3, 8, 8))}
+
+
+def _step_of(rank: int, n: int, name: str) -> tuple[str, dict[str, float]]:
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    model = wh.parallelize(build(), sample_inputs=x, timeout=30)
+    mesh = runtime_of(model, "the test").mesh
+    before = _sent(mesh)
+    z = model(x)
+    torch.nn.functional.cross_entropy(z, torch.zeros(4, dtype=torch.int64)).backward()
+    sent = {what: total - before.get(what, 0.0) for what, total in _sent(mesh).items()}
+    return wh.plan(model).to_json(), {
+        what: size for what, size in sent.items() if size and not what.startswith("gradient")
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_and_convolutions_are_counted_too(name: str) -> None:
+    for text, sent in world(4, _step_of, name):
+        plan = Plan.from_json(text)
+        assert plan.assumption == "counted on a step of 4 rows a rank"
+        predicted = _by_operation(plan)
+        predicted.pop("gradients", None)
+        assert predicted == pytest.approx(sent)

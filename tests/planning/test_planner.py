@@ -82,9 +82,18 @@ def test_a_large_plan_prints_on_one_page() -> None:
         "Plan for 64 nodes x 8 ranks, cpu",
         "The global batch is 64 x the batch you feed a replica. DP 64, TP 8 and 512, PP 1, EP 1, ZeRO 0.",
         "Ranks 0-7, 8-15, ... are one replica each: feed its ranks the same batch.",
-        "1-24", "blocks.0-23.ffn", "64 groups of 8 ranks", "shared", "24 x 33,088",
-        "wh.replica() > wh.split()", "all 512 ranks", "mixed", "97 to 98 of 50000", "hierarchical", "in all",
-    ):  # fmt: skip
+        "1-24",
+        "blocks.0-23.ffn",
+        "64 groups of 8 ranks",
+        "shared",
+        "24 x 33,088",
+        "wh.replica() > wh.split()",
+        "all 512 ranks",
+        "mixed",
+        "97 to 98 of 50000",
+        "hierarchical",
+        "in all",
+    ):
         assert expected in text, (expected, text)
 
 
@@ -114,7 +123,15 @@ def test_names_fold() -> None:
 
 
 def test_amounts_have_three_digits() -> None:
-    assert [amount(n) for n in (0, 999, 999.7, 1000, 12_345_678, 5e12, 5e16)] == ["0 B", "999 B", "1 kB", "1 kB", "12.3 MB", "5 TB", "50,000 TB"]
+    assert [amount(n) for n in (0, 999, 999.7, 1000, 12_345_678, 5e12, 5e16)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1 kB",
+        "12.3 MB",
+        "5 TB",
+        "50,000 TB",
+    ]
 
 
 # ---- purity ----
@@ -162,8 +179,14 @@ class EveryOption(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with wh.replica(
-            reduce_dtype=torch.bfloat16, bucket_bytes=1000, max_in_flight=2, all_reduce="flat", sync_batch_norm=True, loss="sum", batch_dim=1
-        ):  # fmt: skip
+            reduce_dtype=torch.bfloat16,
+            bucket_bytes=1000,
+            max_in_flight=2,
+            all_reduce="flat",
+            sync_batch_norm=True,
+            loss="sum",
+            batch_dim=1,
+        ):
             self.features = nn.Linear(4, 6)
             with wh.split(size=2, rows="shared", cut="columns", output="columns", gather="error", chunked_loss=True):
                 self.inner = nn.Linear(6, 8)
@@ -173,7 +196,12 @@ class EveryOption(nn.Module):
 
 @pytest.mark.parametrize("make", [EveryOption, lambda: transformer(3)])
 def test_json_round_trips(make: object, tmp_path: Path) -> None:
-    plan = wh.plan(make(), cluster=wh.Cluster(ranks_of_nodes=(4, 2, 2), flops_per_s=1e12, device="cuda") if make is EveryOption else wh.Cluster.of(2, 4))  # type: ignore[operator]
+    plan = wh.plan(
+        make(),
+        cluster=wh.Cluster(ranks_of_nodes=(4, 2, 2), flops_per_s=1e12, device="cuda")
+        if make is EveryOption
+        else wh.Cluster.of(2, 4),
+    )  # type: ignore[operator]
     again = Plan.from_json(plan.to_json())
     assert again == plan and again.digest() == plan.digest() and str(again) == str(plan)
     plan.save(tmp_path / "plan.json")
@@ -183,8 +211,13 @@ def test_json_round_trips(make: object, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "JSONDecodeError"), ("[]", "no saved plan"), ("{}", "KeyError: 'format'"), ('{"format": 99}', "format 99, this version reads 1")],
-)  # fmt: skip
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "no saved plan"),
+        ("{}", "KeyError: 'format'"),
+        ('{"format": 99}', "format 99, this version reads 1"),
+    ],
+)
 def test_what_is_no_plan_is_refused(text: str, said: str) -> None:
     with pytest.raises(wh.PlanError, match=said):
         Plan.from_json(text)
@@ -244,13 +277,27 @@ def test_the_blocks_of_every_device_of_1_to_64_ranks(n: int) -> None:
                 continue
             device = VirtualDevice("d", n, size, feed)
             assert device.num_twins * device.num_rows == size and device.num_copies * size == n
-            for blocks, width in ((device.columns, size), (device.twins, device.num_twins), (device.rows, device.num_rows), (device.copies, device.num_copies)):  # fmt: skip
+            for blocks, width in (
+                (device.columns, size),
+                (device.twins, device.num_twins),
+                (device.rows, device.num_rows),
+                (device.copies, device.num_copies),
+            ):
                 assert sorted(rank for block in blocks for rank in block) == list(range(n))
                 assert all(len(block) == width and list(block) == sorted(block) for block in blocks)
-            of = {name: {rank: set(block) for block in getattr(device, name) for rank in block} for name in ("columns", "twins", "rows", "copies")}  # fmt: skip
+            of = {
+                name: {rank: set(block) for block in getattr(device, name) for rank in block}
+                for name in ("columns", "twins", "rows", "copies")
+            }
             for rank in range(n):
-                assert of["rows"][rank] & of["twins"][rank] == {rank} and of["columns"][rank] & of["copies"][rank] == {rank}
-                assert len({other // feed for other in of["rows"][rank]}) == device.num_rows, "the rows group has one rank of each feed"
+                assert of["rows"][rank] & of["twins"][rank] == {rank} and of["columns"][rank] & of["copies"][rank] == {
+                    rank
+                }
+                assert len({other // feed for other in of["rows"][rank]}) == device.num_rows, (
+                    "the rows group has one rank of each feed"
+                )
                 assert len({other // feed for other in of["twins"][rank]}) == 1, "twins are fed alike"
                 assert of["rows"][rank] | of["twins"][rank] <= of["columns"][rank]
-            assert device.row_mode == ("own" if device.num_twins == 1 else "shared" if device.num_rows == 1 else "mixed")
+            assert device.row_mode == (
+                "own" if device.num_twins == 1 else "shared" if device.num_rows == 1 else "mixed"
+            )

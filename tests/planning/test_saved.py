@@ -97,7 +97,13 @@ def unlike_pair(data: dict[str, Any]) -> None:
     widths(data, "ffn.0", [9, 3])
 
 
-HONOURED = {"as it was": lambda data: None, "flat, small buckets": flat_bf16_buckets, "two levels": hierarchical, "uneven widths": uneven, "unlike widths": unlike_pair}
+HONOURED = {
+    "as it was": lambda data: None,
+    "flat, small buckets": flat_bf16_buckets,
+    "two levels": hierarchical,
+    "uneven widths": uneven,
+    "unlike widths": unlike_pair,
+}
 
 
 @pytest.mark.parametrize("annotated", [True, False])
@@ -150,24 +156,45 @@ def double_gradient(data: dict[str, Any]) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "sum of widths": (edited("head", [3, 3, 3, 3]), r"'head' cannot be carried out: widths \(3, 3, 3, 3\) .* != \(10, 8\)\[0\]"),
+    "sum of widths": (
+        edited("head", [3, 3, 3, 3]),
+        r"'head' cannot be carried out: widths " r"\(3, 3, 3, 3\) .* != \(10, 8\)\[0\]",
+    ),
     "negative width": (edited("head", [12, -2, 0, 0]), r"widths \[12, -2, 0, 0\] of 'weight'"),
     "number of widths": (edited("head", [5, 5]), r"'head' cannot be carried out: 2 widths for 4 ranks"),
-    "one parameter only": (edited("head", [1, 2, 3, 4], only="weight"), r"widths are \[1, 2, 3, 4\], but those of 'bias' are \[3, 3, 2, 2\]"),
+    "one parameter only": (
+        edited("head", [1, 2, 3, 4], only="weight"),
+        r"widths are \[1, 2, 3, 4\], but " r"those of 'bias' are \[3, 3, 2, 2\]",
+    ),
     "algorithm": (reduce_of(algorithm="ring"), r"algorithm is 'ring'.*\n.*\"flat\" or \"hierarchical\""),
-    "two levels without nodes": (lambda data: data["reduces"][1].update(algorithm="hierarchical"), r"hierarchically, but on 2 nodes x 2 ranks"),
+    "two levels without nodes": (
+        lambda data: data["reduces"][1].update(algorithm="hierarchical"),
+        r"hierarchically, but on 2 nodes x 2 ranks",
+    ),
     "wire": (reduce_of(wire="int8"), r"travel in 'int8'"),
     "buckets": (reduce_of(bucket_bytes=0), r"buckets are 0 bytes, 8 in flight"),
     "lost gradient": (drop_gradient, r"'features.weight' is averaged on no ranks in the plan and has to be on replica"),
     "doubled gradient": (double_gradient, r"'features.weight' is averaged twice"),
-    "unknown device": (reduce_of(device="split3"), r"'split3', but the plan's VirtualDevices are \['replica', 'split2', 'split4'\]"),
+    "unknown device": (
+        reduce_of(device="split3"),
+        r"'split3', but the plan's VirtualDevices " r"are \['replica', 'split2', 'split4'\]",
+    ),
     "device size": (lambda data: data["devices"][1].update(size=3), r"groups of 3 of 4 ranks"),
     "unknown module": (lambda data: data["cuts"][0].update(module="ffn.7"), r"cuts 'ffn.7', which the model has not"),
-    "scope": (lambda data: data["taskgraphs"][-1]["annotations"][0].update(options=[["size", 4]]), r"'head' is under wh.split\(\) here and under wh.split\(size=4\)"),
-    "other cluster": (lambda data: data["cluster"].update(ranks_of_nodes=[4]), r"for ranks \[4\] on its nodes, but \[2, 2\] are running"),
-    "other shapes": (lambda data: data["parameters"][0].__setitem__(1, [9, 6]), r"'features.weight' \[9, 6\] in the plan and 'features.weight' \[8, 6\] here"),
+    "scope": (
+        lambda data: data["taskgraphs"][-1]["annotations"][0].update(options=[["size", 4]]),
+        r"'head' is under wh.split\(\) here " r"and under wh.split\(size=4\)",
+    ),
+    "other cluster": (
+        lambda data: data["cluster"].update(ranks_of_nodes=[4]),
+        r"for ranks \[4\] on its nodes, but \[2, 2\] are running",
+    ),
+    "other shapes": (
+        lambda data: data["parameters"][0].__setitem__(1, [9, 6]),
+        r"'features.weight' \[9, 6\] in the plan " r"and 'features.weight' \[8, 6\] here",
+    ),
     "other model": (lambda data: data["parameters"].pop(), r"7 parameters in the plan, 8 here"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -187,7 +214,9 @@ def _refuse(rank: int, n: int, paths: list[str]) -> None:
 def test_ranks_that_load_different_plans_are_told_so(tmp_path: Path) -> None:
     paths = [saved(tmp_path / f"plan{rank}.json", uneven if rank == 1 else lambda data: None) for rank in range(4)]
     for outcome in outcomes(4, _refuse, paths, local_world_size=2):
-        assert isinstance(outcome.error, wh.PlanError) and "ranks [1] plan another model than rank 0" in str(outcome.error)
+        assert isinstance(outcome.error, wh.PlanError) and "ranks [1] plan another model than rank 0" in str(
+            outcome.error
+        )
 
 
 def test_a_plan_that_one_rank_refuses_is_refused_by_all(tmp_path: Path) -> None:

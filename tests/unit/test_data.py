@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -32,6 +34,15 @@ def steps(samplers: list[BatchSampler]) -> list[list[list[int]]]:
     return [list(rows) for rows in zip(*samplers, strict=True)]
 
 
+def joined(lists: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+def samples(samplers: list[BatchSampler]) -> list[int]:
+    """Of an epoch, in the order of one process."""
+    return joined(joined(rows) for rows in steps(samplers))
+
+
 @pytest.mark.parametrize("total", [0, 1, 5, 23, 24, 25])
 @pytest.mark.parametrize(("size", "count"), [(1, 1), (2, 3), (3, 4), (8, 3)])
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -39,7 +50,7 @@ def test_global_batches_are_those_of_one_process(total: int, size: int, count: i
     samplers = feeds(total, size, count, drop_last=drop_last)
     found = steps(samplers)
     expected = list(TorchBatchSampler(SequentialSampler(range(total)), size * count, drop_last))
-    assert [sum(rows, []) for rows in found] == expected
+    assert [joined(rows) for rows in found] == expected
     assert [len(s) for s in samplers] == [len(expected)] * count
     for rows in found:
         widths = [len(r) for r in rows]
@@ -52,15 +63,15 @@ def test_shuffled_epochs_differ_and_are_equal_for_every_layout() -> None:
     orders = []
     for epoch in range(3):
         assert one.epoch == max(epoch - 1, 0), "the epoch moves on when the next one begins"
-        orders.append(sum(one, []))
-        assert sum((sum(rows, []) for rows in steps(three)), []) == orders[-1]
+        orders.append(joined(one))
+        assert samples(three) == orders[-1]
         assert sorted(orders[-1]) == list(range(25))
     assert len({tuple(order) for order in orders}) == 3
     one.set_epoch(1)
-    assert sum(one, []) == orders[1]
+    assert joined(one) == orders[1]
     one.set_epoch(1)
-    assert sum(one, []) == orders[1]
-    assert sum(feeds(25, 6, 1, shuffle=True, seed=5)[0], []) not in orders
+    assert joined(one) == orders[1]
+    assert joined(feeds(25, 6, 1, shuffle=True, seed=5)[0]) not in orders
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3, 5])
@@ -68,8 +79,8 @@ def test_shuffled_epochs_differ_and_are_equal_for_every_layout() -> None:
 def test_an_epoch_goes_on_where_it_stood(taken: int, size: int, count: int) -> None:
     """Five global batches of 6 in 25 samples; the rest with any number of feeds."""
     before = feeds(25, 2, 3, shuffle=True, seed=1)
-    whole, reading = sum(feeds(25, 25, 1, shuffle=True, seed=1)[0], []), [iter(s) for s in before]
-    read = sum((sum((next(r) for r in reading), []) for _ in range(taken)), [])
+    whole, reading = joined(feeds(25, 25, 1, shuffle=True, seed=1)[0]), [iter(s) for s in before]
+    read = joined(next(r) for _ in range(taken) for r in reading)
     states = [s.state_dict() for s in before]
     assert all(state == states[0] for state in states)
     assert states[0]["consumed"] == len(read)
@@ -78,7 +89,7 @@ def test_an_epoch_goes_on_where_it_stood(taken: int, size: int, count: int) -> N
         s.load_state_dict(states[0])
         assert s.state_dict() == states[0] or taken == 5
         s.set_epoch(s.epoch)
-    rest = sum((sum(rows, []) for rows in steps(after)), [])
+    rest = samples(after)
     if taken < 5:
         assert read + rest == whole
         assert after[0].epoch == 0
@@ -87,7 +98,7 @@ def test_an_epoch_goes_on_where_it_stood(taken: int, size: int, count: int) -> N
         assert after[0].epoch == 1
         assert sorted(rest) == list(range(25))
         assert rest != whole
-    assert sum((sum(rows, []) for rows in steps(after)), []) != whole, "the next epoch begins at its start"
+    assert samples(after) != whole, "the next epoch begins at its start"
 
 
 def test_state_counts_what_was_trained_on() -> None:
@@ -172,7 +183,7 @@ def structure(value: Any, rows: int) -> Any:
         return {k: structure(v, rows) for k, v in value.items()}
     if isinstance(value, Pair):
         return structure([value.x, value.tag], rows)
-    if value and isinstance(value[0], str) or (isinstance(value, list) and not value):
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "texts", len(value) if rows else None
     return type(value), [structure(v, rows) for v in value]
 
@@ -181,10 +192,14 @@ def test_a_loader_that_cannot_is_refused_at_the_first_step() -> None:
     data = TensorDataset(torch.arange(9))
     for index in range(4):
         batches = BatchSampler(data, 2, index, 4, shuffle=False, seed=0, drop_last=False, collate_fn=default_collate)
-        with pytest.raises(LayoutError, match=r"last global batch of 9 samples has 1 rows for 4 feeds, so 3 get none") as caught:
+        with pytest.raises(
+            LayoutError, match=r"last global batch of 9 samples has 1 rows for 4 feeds, so 3 get none"
+        ) as caught:
             iter(DataLoader(data, batch_sampler=batches))
         assert "collate_fn=batches.collate_fn" in str(caught.value)
-    fits = BatchSampler(TensorDataset(torch.arange(12)), 2, 0, 4, shuffle=False, seed=0, drop_last=False, collate_fn=default_collate)
+    fits = BatchSampler(
+        TensorDataset(torch.arange(12)), 2, 0, 4, shuffle=False, seed=0, drop_last=False, collate_fn=default_collate
+    )
     assert len(list(DataLoader(TensorDataset(torch.arange(12)), batch_sampler=fits))) == 2
 
 
@@ -216,7 +231,9 @@ def test_data_rank_needs_a_parallelized_model() -> None:
             call(nn.Linear(2, 2))
 
 
-def epoch(rank: int, n: int, layout: str, total: int, loss_inside: bool, padded: bool) -> tuple[list[float], float, int]:
+def epoch(
+    rank: int, n: int, layout: str, total: int, loss_inside: bool, padded: bool
+) -> tuple[list[float], float, int]:
     """Worst gradient of every step of an epoch, and the worst parameter after it, against one process."""
     x, y = batch(total)
     plain, model = build(layout), wh.parallelize(build(layout))
@@ -225,7 +242,9 @@ def epoch(rank: int, n: int, layout: str, total: int, loss_inside: bool, padded:
     if padded:  # the mutation
         batches = torch.utils.data.BatchSampler(wh.sampler(model, data, shuffle=False), 2, False)
         loader = DataLoader(data, batch_sampler=batches)
-        order = [list(range(total))[i : i + 2 * wh.data_rank(model)[1]] for i in range(0, total, 2 * wh.data_rank(model)[1])]
+        order = [
+            list(range(total))[i : i + 2 * wh.data_rank(model)[1]] for i in range(0, total, 2 * wh.data_rank(model)[1])
+        ]
     else:
         loader = DataLoader(data, batch_sampler=batches, collate_fn=batches.collate_fn)
         order = list(feeds(total, batches.global_batch_size, 1, shuffle=True, seed=3)[0])
@@ -248,7 +267,8 @@ def epoch(rank: int, n: int, layout: str, total: int, loss_inside: bool, padded:
 
 
 @pytest.mark.parametrize(
-    ("layout", "n", "total"), [("replica", 3, 13), ("replica", 2, 11), ("own", 4, 17), ("own", 3, 20), ("mixed", 4, 13), ("shared", 4, 9)]
+    ("layout", "n", "total"),
+    [("replica", 3, 13), ("replica", 2, 11), ("own", 4, 17), ("own", 3, 20), ("mixed", 4, 13), ("shared", 4, 9)],
 )
 def test_a_whole_epoch_is_that_of_one_process(layout: str, n: int, total: int) -> None:
     found = world(n, epoch, layout, total, False, False)

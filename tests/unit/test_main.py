@@ -22,7 +22,14 @@ ROOT = Path(__file__).parents[2]
 def test_the_report_names_versions_kernels_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     text = report()
-    for expected in (f"whale_torch {wh.__version__}", f"torch {torch.__version__}", f"Python {platform.python_version()}", "_C_cpu.so: ", "CPU cores", "torchrun"):  # fmt: skip
+    for expected in (
+        f"whale_torch {wh.__version__}",
+        f"torch {torch.__version__}",
+        f"Python {platform.python_version()}",
+        "_C_cpu.so: ",
+        "CPU cores",
+        "torchrun",
+    ):
         assert expected in text
     for name, found in backend().items():
         (line,) = [line for line in text.splitlines() if line.split()[:1] == [name]]
@@ -31,18 +38,32 @@ def test_the_report_names_versions_kernels_and_machine(monkeypatch: pytest.Monke
 
 
 def test_under_a_launcher_it_describes_the_cluster_and_joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0", "LOCAL_RANK": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "0",
+        "LOCAL_RANK": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     text = report()
     assert "rank 0 of 8, on node 0" in text and "cluster: 2 nodes x 4 ranks" in text
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("environment", "first"), [({}, "versions"), ({"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}, "rank 1 of 2, on node 0")])
+@pytest.mark.parametrize(
+    ("environment", "first"),
+    [({}, "versions"), ({"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}, "rank 1 of 2, on node 0")],
+)
 def test_as_a_command(environment: dict[str, str], first: str) -> None:
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "whale_torch"], capture_output=True, text=True, timeout=100, env={**clean, **environment, "PYTHONPATH": str(ROOT)}, check=False
-    )  # fmt: skip
+        [sys.executable, "-W", "error", "-m", "whale_torch"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**clean, **environment, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout.startswith(first)

@@ -97,7 +97,9 @@ def test_a_world_of_one_needs_no_launcher_and_makes_no_group() -> None:
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
     ],
 )
-def test_an_environment_that_names_no_rank(environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_names_no_rank(
+    environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("RANK", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -180,7 +182,18 @@ print("done at", time.time(), flush=True)
 def _torchrun(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *arguments]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     return done, time.time()

@@ -90,12 +90,19 @@ def test_every_tensor_is_changed_and_types_stay(name: str) -> None:
     before, after = list(tensors_in(value)), list(tensors_in(changed))
     assert before and len(before) == len(after)
     assert all(torch.equal(b * 2, a) for b, a in zip(before, after, strict=True))
-    assert [v for v in leaves_in(value) if not isinstance(v, Tensor)] == [v for v in leaves_in(changed) if not isinstance(v, Tensor)]
+    assert [v for v in leaves_in(value) if not isinstance(v, Tensor)] == [
+        v for v in leaves_in(changed) if not isinstance(v, Tensor)
+    ]
 
 
 def test_a_model_output_keeps_keys_and_attributes_alike() -> None:
     changed = map_tensors(Causal(loss=one(), logits=None), double)
-    assert type(changed) is Causal and changed.loss is changed["loss"] and list(changed) == ["loss"] and changed.logits is None
+    assert (
+        type(changed) is Causal
+        and changed.loss is changed["loss"]
+        and list(changed) == ["loss"]
+        and changed.logits is None
+    )
     assert torch.equal(changed.loss, one() * 2)
 
 
@@ -106,7 +113,16 @@ def test_fields_that_are_not_of_init_are_kept() -> None:
 
 
 def test_what_does_not_change_is_the_same_object() -> None:
-    for value in ((1, "a"), {"a": [1]}, SimpleNamespace(x=3), nn.Linear(2, 2), torch.float32, Output(None), {1, 2}, deque([1])):  # type: ignore[arg-type]
+    for value in (
+        (1, "a"),
+        {"a": [1]},
+        SimpleNamespace(x=3),
+        nn.Linear(2, 2),
+        torch.float32,
+        Output(None),
+        {1, 2},
+        deque([1]),
+    ):  # type: ignore[arg-type]
         assert map_tensors(value, double) is value
     kept = [one(), one()]
     assert map_tensors(kept, lambda x: x) is kept
@@ -118,7 +134,11 @@ def test_an_object_that_holds_itself() -> None:
     assert torch.equal(map_tensors(value, double).x, one() * 2) and len(list(tensors_in(value))) == 1
 
 
-@pytest.mark.parametrize("value", [iter([one()]), (x for x in [one()]), {one()}, deque([one()]), {"a": one()}.values()], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [iter([one()]), (x for x in [one()]), {one()}, deque([one()]), {"a": one()}.values()],
+    ids=lambda v: type(v).__name__,
+)
 def test_what_cannot_be_reached_raises(value: Any) -> None:
     with pytest.raises(LayoutError, match=f"returned a {type(value).__name__}"):
         map_tensors((value,), double)
@@ -132,8 +152,10 @@ def test_the_hash_sees_every_difference() -> None:
     flipped = x.clone()
     flipped.view(-1).view(torch.int32)[7] ^= 1
     different = [
-        x, flipped, x.flip(0), x.view(5, 6), x[:5], x.double(), x.half(), torch.ones(6, 5), torch.full((6, 5), 2.0), torch.zeros(6, 5),
-        x.to(torch.int64), x > 0, torch.zeros(0, 5), torch.zeros(0, 6), torch.randn(3).to(torch.complex64), x.to(torch.uint8)[:1, :3],
+        x, flipped, x.flip(0), x.view(5, 6), x[:5], x.double(), x.half(), x.to(torch.int64), x > 0,
+        x.to(torch.uint8)[:1, :3],
+        torch.ones(6, 5), torch.full((6, 5), 2.0), torch.zeros(6, 5), torch.zeros(0, 5), torch.zeros(0, 6),
+        torch.randn(3).to(torch.complex64),
     ]  # fmt: skip
     assert len({digest(t) for t in different}) == len(different)
     assert digest((x, 1)) != digest((x, 2)) != digest((x, "2")) and digest([x, flipped]) != digest([flipped, x])

@@ -43,7 +43,7 @@ def roles(*children: nn.Module) -> list[str]:
         ([nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 9, 3)], ["columns", "rows"]),
         ([nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(6 * 4, 99)], ["columns", "rows"]),
         ([nn.Conv2d(3, 6, 3), nn.Linear(25, 99)], ["columns", "columns"]),
-        ([nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 99), nn.Linear(99, 8)], ["columns", "rows", "columns", "rows"]),
+        ([nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 9), nn.Linear(9, 8)], ["columns", "rows"] * 2),
         ([nn.Conv2d(4, 8, 3, groups=2)], []),
     ],
 )  # fmt: skip
@@ -67,8 +67,12 @@ def test_a_linear_by_columns_and_by_rows() -> None:
 
 
 def test_cut_forces_the_role() -> None:
-    assert {cut.role for cut in cuts(nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 8)), cut="rows").values()} == {"rows"}
-    assert {cut.role for cut in cuts(nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 8)), cut="columns").values()} == {"columns"}
+    assert {cut.role for cut in cuts(nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 8)), cut="rows").values()} == {
+        "rows"
+    }
+    assert {cut.role for cut in cuts(nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 8)), cut="columns").values()} == {
+        "columns"
+    }
 
 
 def test_an_embedding_by_features_and_by_words() -> None:
@@ -133,14 +137,14 @@ class Table(nn.Module):
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        (Own(8, 8), "Own 'layer', a subclass of Linear that may compute something else, with parameters {'weight': \\(8, 8\\)"),
+        (Own(8, 8), "Own 'layer', a subclass of Linear that may compute something else, with parameters {'weight'"),
         (nn.Bilinear(4, 4, 4), "no split rule for Bilinear 'layer', with parameters"),
         (nn.LSTM(4, 4), "no split rule for LSTM 'layer'"),
         (nn.ConvTranspose2d(4, 4, 2), "no split rule for ConvTranspose2d 'layer'"),
         (Table(), "no split rule for Table 'layer', with parameters {'table': \\(1, 5, 8\\)}"),
-        (parametrizations.weight_norm(nn.Linear(8, 8)), "'layer' \\(ParametrizedLinear\\) has parametrized parameters \\['weight'\\]"),
+        (parametrizations.weight_norm(nn.Linear(8, 8)), "'layer' .ParametrizedLinear. has parametrized parameters"),
         (nn.utils.spectral_norm(nn.Linear(8, 8)), "Linear 'layer' has parameters \\['bias', 'weight_orig'\\]"),
-        (prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5), "Linear 'layer' has parameters \\['bias', 'weight_orig'\\]"),
+        (prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5), "Linear 'layer' has parameters ..bias., .weight_orig"),
     ],
 )  # fmt: skip
 def test_modules_without_a_rule(module: nn.Module, text: str) -> None:
@@ -169,7 +173,9 @@ def test_a_rule_is_registered_and_taken_back() -> None:
         pass
 
     def plan(module: nn.Module, name: str, context: Any) -> list[Cut]:
-        return [Cut(name, "table", "words", (2,) * context.size, (("table", Shard(2, (2,) * context.size, (1, 5, 8))),))]
+        return [
+            Cut(name, "table", "words", (2,) * context.size, (("table", Shard(2, (2,) * context.size, (1, 5, 8))),))
+        ]
 
     take_back = register_split_rule(Table, plan=plan, classes={"words": Run}, name="table")
     cut = cuts(nn.Sequential(Table()))["0"]
@@ -214,7 +220,11 @@ class Planned(nn.Module):
         self.head = nn.Linear(8, 5)
 
 
-PROJECTIONS = {"layers.*.attention.q_proj": "colwise", "layers.*.attention.k_proj": "colwise", "layers.*.attention.v_proj": "colwise"}
+PROJECTIONS = {
+    "layers.*.attention.q_proj": "colwise",
+    "layers.*.attention.k_proj": "colwise",
+    "layers.*.attention.v_proj": "colwise",
+}
 PLAN = {**PROJECTIONS, "layers.*.attention.o_proj": "rowwise", "words": "embedding_rowwise"}
 
 
@@ -222,8 +232,12 @@ PLAN = {**PROJECTIONS, "layers.*.attention.o_proj": "rowwise", "words": "embeddi
 def test_a_plan_cuts_attention_as_a_whole(where: str) -> None:
     found = cuts(Planned(**{where: {**PLAN, "head": "colwise_gather_output", "layers.*.down": "rowwise"}}), size=2)
     assert {name: cut.role for name, cut in found.items()} == {
-        "words": "gathered", "layers.0.attention": "heads", "layers.0.up": "columns", "layers.0.down": "rows", "head": "columns"
-    }  # fmt: skip
+        "words": "gathered",
+        "layers.0.attention": "heads",
+        "layers.0.up": "columns",
+        "layers.0.down": "rows",
+        "head": "columns",
+    }
     shards = dict(found["layers.0.attention"].shards)
     assert shards["q_proj.weight"] == Shard(0, (2, 2), (24, 8), unit=6)
     assert shards["k_proj.bias"] == Shard(0, (2, 2), (12,), unit=3)
@@ -253,4 +267,6 @@ def test_a_part_of_attention_alone_is_a_layer_like_any_other() -> None:
     model = Planned(PLAN)
     wh.annotate(model, {r"layers\.0\.attention\.q_proj": wh.split()})
     plan = wh.plan(model, cluster=wh.Cluster.of(ranks_per_node=2))
-    assert [(cut.module, cut.rule, cut.role) for cut in plan.cuts] == [("layers.0.attention.q_proj", "Linear", "columns")]
+    assert [(cut.module, cut.rule, cut.role) for cut in plan.cuts] == [
+        ("layers.0.attention.q_proj", "Linear", "columns")
+    ]

@@ -45,7 +45,7 @@ def read_weights(weights: Weights, model: nn.Module) -> Mapping[str, Any]:
         raise CheckpointError(
             f"the weights given do not fit {type(model).__name__}: {'; '.join(faults[:_MOST])}"
             + (f"; and {len(faults) - _MOST} more." if len(faults) > _MOST else "."),
-            fix="give a state dict of the same model in one process, as wh.full_state_dict(model) or model.state_dict() made it",
+            fix="give a state dict as one process has it: the plain model's own, or wh.full_state_dict(model)",
         )
     return weights
 

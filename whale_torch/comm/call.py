@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from whale_torch.comm.collectives import gather_equal_async
+from whale_torch.comm.collectives import spread_async
 from whale_torch.comm.region import Region
 from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group
@@ -72,7 +72,7 @@ class Anchor:
 class Call:
     """Row counts of one forward.
 
-    batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the gradient reducers.
+    batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the reducers.
     summed: the loss is a sum over samples, not a mean.
     The 32 bytes travel while the model runs and are waited for where a weight is first needed.
     """
@@ -84,8 +84,8 @@ class Call:
         self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
         self.is_empty = batch.rows == 0
         self._counts: list[int] | None = None
-        header = torch.tensor([batch.rows, batch.digest, batch.other, trained.code], device="cpu")
-        self._gathered, self._wait = gather_equal_async(header, world, name="row counts of the batch")
+        header = (batch.rows, batch.digest, batch.other, trained.code)
+        self._gathered, self._wait = spread_async(header, world, name="row counts of the batch")
         if feed_size > 1:
             self.counts()
 
@@ -187,5 +187,5 @@ def deliver(x: torch.Tensor, call: Call, *, weigh: bool = True) -> torch.Tensor:
     """
     if not x.requires_grad and not (call.is_empty and x.is_floating_point() and torch.is_grad_enabled()):
         return x
-    out: torch.Tensor = _Deliver.apply(x, call.anchor.leaf, call, weigh)
+    out: torch.Tensor = _Deliver.apply(x, call.anchor.leaf, call, weigh)  # type: ignore[no-untyped-call]
     return out

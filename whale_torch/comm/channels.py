@@ -1,4 +1,4 @@
-"""Columns of channels: what works on each channel by itself keeps them, and flattening makes a channel's pixels columns."""
+"""Columns of channels: what works on each channel alone keeps them, and flattening makes a channel's pixels columns."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from torch import Tensor
 from whale_torch.comm import columnwise  # noqa: F401 - its rules come first, those below fall back to them
 from whale_torch.comm.columns import Columns, dropout, register_function, registered_function
 
-__all__: list[str] = []
+__all__ = ["CHANNEL_FUNCTIONS"]
 
-_FLATTENING = (torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape, torch.reshape)
-_otherwise = {function: registered_function(function) for function in _FLATTENING}
-
-
-@register_function(
+CHANNEL_FUNCTIONS = (
     *(F.max_pool1d, F.max_pool2d, F.max_pool3d, torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
     *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d, F.interpolate),
     *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
 )
+"""What makes [N, K, *pixels'] of [N, K, *pixels] without letting channels meet."""
+
+_FLATTENING = (torch.flatten, Tensor.flatten, Tensor.view, Tensor.reshape, torch.reshape)
+_otherwise = {function: registered_function(function) for function in _FLATTENING}
+
+
+@register_function(*CHANNEL_FUNCTIONS)
 def _pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Functions from [N, K, *pixels] to [N, K, *pixels'] in which channels do not meet."""
     z = args[0] if args else kwargs.get("input")
-    if not isinstance(z, Columns) or not _channels(z) or any(isinstance(a, Tensor) for a in (*args[1:], *kwargs.values()) if a is not z):
+    if (
+        not isinstance(z, Columns)
+        or not _channels(z)
+        or any(isinstance(a, Tensor) for a in (*args[1:], *kwargs.values()) if a is not z)
+    ):
         return NotImplemented
     local = z.local
     if local.numel() == 0:
@@ -39,7 +46,7 @@ def _pool(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _pool_of_nothing(func: Any, z: Columns, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """This rank has no channels or no rows: the shape of the result, and a graph, so that the bridges' backward runs."""
+    """Without channels or rows here: the shape of the result, and a graph, so that the bridges' backward runs."""
     on_meta = torch.empty((1, 1, *z.place.tail), device="meta")
     out = func(on_meta, *args[1:], **kwargs) if args else func(**{**kwargs, "input": on_meta})
     if not isinstance(out, Tensor):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from whale_torch.comm.failure import explain
-from whale_torch.mesh import Group
+from whale_torch.mesh import Group, TwoLevels
 
 __all__ = [
     "all_gather_rows",
@@ -22,9 +22,9 @@ __all__ = [
     "broadcast",
     "broadcast_copy",
     "gather_equal",
-    "gather_equal_async",
     "reduce_scatter_equal",
     "reduce_scatter_rows",
+    "spread_async",
 ]
 
 # renamed in torch 2.13; the old names warn there and the new ones are absent before
@@ -91,6 +91,9 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
     """Every rank's x, of one shape, stacked in front: [group.size, *x.shape]."""
     if group.size == 1:
         return x.unsqueeze(0)
+    if group.levels is not None:
+        between = gather_equal(x, group.levels.between, name=name)
+        return gather_equal(between, group.levels.inside, name=name).transpose(0, 1).flatten(0, 1)
     x = x.contiguous()
     out = x.new_empty(group.size, *x.shape)
     group.count(x.numel() * x.element_size() * (group.size - 1), name)
@@ -102,18 +105,33 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
     return out
 
 
-def gather_equal_async(
-    x: torch.Tensor, group: Group, *, name: str = "all-gather"
+def spread_async(
+    numbers: tuple[int, ...], group: Group, *, name: str = "all-gather"
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Starts gather_equal; the second value waits for the first."""
+    """Starts to gather a few whole numbers of every rank, [group.size, len(numbers)]; the second value waits for it."""
+    sent = torch.tensor([numbers] * group.size, device="cpu")
     if group.size == 1:
-        return x.unsqueeze(0), lambda: None
-    out = x.new_empty(group.size, *x.shape)
-    group.count(x.numel() * x.element_size() * (group.size - 1), name)
-    spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
-    sent = out.view(group.size, -1)
-    work = _run(group, name, lambda: dist.all_to_all_single(sent, spread, group=group.process_group, async_op=True))
+        return sent, lambda: None
+    if group.levels is not None:
+        return _spread_two_levels(numbers, group, group.levels, name)
+    out = torch.empty_like(sent)
+    group.count(8 * len(numbers) * (group.size - 1), name)
+    work = _run(group, name, lambda: dist.all_to_all_single(out, sent, group=group.process_group, async_op=True))
     return out, lambda: _wait(group, name, work)
+
+
+def _spread_two_levels(
+    numbers: tuple[int, ...], group: Group, levels: TwoLevels, name: str
+) -> tuple[torch.Tensor, Callable[[], None]]:
+    """Starts between nodes; who waits does the rest inside the node."""
+    out = torch.empty(group.size, len(numbers), dtype=torch.int64, device="cpu")
+    of_nodes, wait = spread_async(numbers, levels.between, name=name)
+
+    def finish() -> None:
+        wait()
+        out.copy_(gather_equal(of_nodes, levels.inside, name=name).transpose(0, 1).flatten(0, 1))
+
+    return out, finish
 
 
 def all_gather_rows(x: torch.Tensor, counts: Sequence[int], group: Group, *, name: str = "all-gather") -> torch.Tensor:
@@ -122,9 +140,36 @@ def all_gather_rows(x: torch.Tensor, counts: Sequence[int], group: Group, *, nam
         return x
     if min(counts) == max(counts):
         return gather_equal(x, group, name=name).flatten(0, 1)
+    if group.levels is not None:
+        return _all_gather_two_levels(x, counts, group.levels, name)
     x = x.contiguous()
     spread = x.unsqueeze(0).expand(group.size, *x.shape).reshape(-1, *x.shape[1:])
     return all_to_all_rows(spread, [x.shape[0]] * group.size, list(counts), group, name=name)
+
+
+def _by_place(counts: Sequence[int], levels: TwoLevels) -> list[list[int]]:
+    """counts of the ranks at each place of a node, node by node."""
+    return [list(counts[place :: levels.inside.size]) for place in range(levels.inside.size)]
+
+
+def _all_gather_two_levels(x: torch.Tensor, counts: Sequence[int], levels: TwoLevels, name: str) -> torch.Tensor:
+    """Each row crosses a node's link once: between nodes first, then inside."""
+    places = _by_place(counts, levels)
+    mine = all_gather_rows(x, places[levels.inside.index], levels.between, name=name)
+    flat = all_gather_rows(mine, [sum(place) for place in places], levels.inside, name=name)
+    parts = flat.split([count for place in places for count in place])
+    num_nodes = levels.between.size
+    return torch.cat([parts[p * num_nodes + n] for n in range(num_nodes) for p in range(levels.inside.size)])
+
+
+def _reduce_scatter_two_levels(x: torch.Tensor, counts: Sequence[int], levels: TwoLevels, name: str) -> torch.Tensor:
+    """Sums inside nodes first, so that each row crosses a node's link once."""
+    places = _by_place(counts, levels)
+    per_node = levels.inside.size
+    parts = x.split(list(counts))
+    ordered = torch.cat([parts[n * per_node + p] for p in range(per_node) for n in range(levels.between.size)])
+    mine = reduce_scatter_rows(ordered, [sum(place) for place in places], levels.inside, name=name)
+    return reduce_scatter_rows(mine, places[levels.inside.index], levels.between, name=name)
 
 
 def all_to_all_rows(
@@ -147,6 +192,8 @@ def reduce_scatter_rows(
     """[sum(counts), ...] of every rank -> the sum of this rank's rows, added in rank order on every rank."""
     if group.size == 1:
         return x
+    if group.levels is not None:
+        return _reduce_scatter_two_levels(x, counts, group.levels, name)
     mine = counts[group.index]
     parts = all_to_all_rows(x, list(counts), [mine] * group.size, group, name=name)
     return parts.view(group.size, mine, *x.shape[1:]).sum(0)

@@ -322,9 +322,8 @@ def dropout(x: Tensor, p: float, training: bool, region: Region, *, inplace: boo
     """
     if not training or p == 0.0:
         return x
-    seed = int(torch.randint(1 << 62, ())) + region.columns.rank
-    generator = torch.Generator(x.device)
-    generator.manual_seed(seed)
+    seed = int(torch.randint(1 << 62, (), device="cpu")) + region.columns.rank
+    generator = None if x.is_meta else torch.Generator(x.device).manual_seed(seed)
     keep = torch.empty_like(x).bernoulli_(1 - p, generator=generator)
     if p < 1.0:
         keep.div_(1 - p)

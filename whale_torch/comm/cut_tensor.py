@@ -17,9 +17,9 @@ __all__ = ["CutTensor", "join"]
 class CutTensor(Tensor):
     """This rank's part of a parameter, over the parameter's own memory, that knows it is a part.
 
-    It can be copied, compared, computed with and loaded back; what is computed from parts is of parts, down to the last
-    dimension, and numbers are plain. Pickling it (torch.save), or reaching its memory as numpy and safetensors do, raises
-    CheckpointError: a file would hold one rank's part under the whole parameter's name.
+    It can be copied, compared, computed with and loaded back; what is computed from parts is of parts, and numbers are
+    plain. Pickling it (torch.save), or reaching its memory as numpy and safetensors do, raises CheckpointError: a file
+    would hold one rank's part under the whole parameter's name.
     """
 
     _place: ParameterPlace
@@ -93,7 +93,9 @@ def _places(value: Any) -> Any:
 
 def _mark(value: Any, place: ParameterPlace) -> Any:
     if isinstance(value, Tensor) and value.dim() and not isinstance(value, CutTensor):
-        part = value.as_subclass(CutTensor)  # keeps the graph: a penalty on the distance from kept values has a gradient
+        part = value.as_subclass(
+            CutTensor
+        )  # keeps the graph: a penalty on the distance from kept values has a gradient
         part._place = place
         return part
     if type(value) in (tuple, list):

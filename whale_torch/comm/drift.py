@@ -1,7 +1,7 @@
 """Copies that drifted apart: what must agree over ranks is compared before an optimizer's step.
 
 On the first three steps of each optimizer and on every hundredth a few float64 numbers a parameter travel: sum and norm
-of its value and of its gradient. They are compared with a tolerance, since ranks of one job may have different processors.
+of its value and of its gradient. They are compared with a tolerance: ranks of one job may have different processors.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def note_gradients(parameters: Sequence[Tensor]) -> None:
 
 
 def check_gradients(parameters: Iterable[Tensor]) -> None:
-    """Compares over ranks the copies of parameters and of their gradients, and how the gradients of cut ones were scaled.
+    """Compares over ranks the copies of parameters and gradients, and how the gradients of cut ones were scaled.
 
-    A collective over the ranks with copies and over those with parts; tensors that no model of ours holds are passed over.
+    A collective over the ranks with copies and over those with parts; tensors of no parallelized model are passed over.
     Raises CommError on all these ranks, naming the first parameter that differs.
     """
     copies: dict[Group, list[Placed]] = {}
@@ -90,7 +90,11 @@ def _sum_and_norm(x: Tensor) -> Tensor:
 
 
 def _check_number(group: Group, members: list[Placed]) -> None:
-    numbers = gather_equal(torch.tensor([len(members)]), group, name="number of parameters of an optimizer").flatten().tolist()
+    numbers = (
+        gather_equal(torch.tensor([len(members)]), group, name="number of parameters of an optimizer")
+        .flatten()
+        .tolist()
+    )
     if len(set(numbers)) > 1:
         raise CommError(
             f"the optimizers of ranks {list(group.ranks)} hold {numbers} parameters of the model.",
@@ -100,7 +104,9 @@ def _check_number(group: Group, members: list[Placed]) -> None:
 
 
 def _check_copies(group: Group, members: list[Placed]) -> None:
-    nothing = torch.full((2,), -1.0, dtype=torch.float64, device=members[0][0].device)  # no gradient: no norm is negative
+    nothing = torch.full(
+        (2,), -1.0, dtype=torch.float64, device=members[0][0].device
+    )  # no gradient: no norm is negative
     rows = [torch.cat([_sum_and_norm(p), nothing if p.grad is None else _sum_and_norm(p.grad)]) for p, _ in members]
     table = gather_equal(torch.stack(rows).cpu(), group, name="checksum of gradients").tolist()
     for number, (parameter, place) in enumerate(members):
@@ -111,8 +117,9 @@ def _check_copies(group: Group, members: list[Placed]) -> None:
                 _refuse_gradient(place.name, group.ranks[0], first[3], rank, found[3])
             if not _close(first[:2], found[:2], tolerance):
                 raise CommError(
-                    f"the copies of '{place.name}' differ before an optimizer's step: norm {first[1]:.6g} (sum {first[0]:.6g}) on rank "
-                    f"{group.ranks[0]}, {found[1]:.6g} (sum {found[0]:.6g}) on rank {rank}.",
+                    f"the copies of '{place.name}' differ before an optimizer's step: norm {first[1]:.6g} "
+                    f"(sum {first[0]:.6g}) on rank {group.ranks[0]}, {found[1]:.6g} (sum {found[0]:.6g}) on rank "
+                    f"{rank}.",
                     fix="likely an optimizer.step() on gradients that were not averaged (inside wh.no_sync), "
                     "or values changed on some ranks only",
                     ranks=(group.ranks[0], rank),
@@ -122,15 +129,18 @@ def _check_copies(group: Group, members: list[Placed]) -> None:
 def _close(a: list[float], b: list[float], tolerance: float) -> bool:
     """Whether (sum, norm) pairs agree to a share of the norm; the same infinities and NaNs agree."""
     same = [x == y or (math.isnan(x) and math.isnan(y)) for x, y in zip(a, b, strict=True)]
-    return all(same) or (min(a[1], b[1]) >= 0 and max(abs(a[0] - b[0]), abs(a[1] - b[1])) <= tolerance * max(a[1], b[1]))
+    return all(same) or (
+        min(a[1], b[1]) >= 0 and max(abs(a[0] - b[0]), abs(a[1] - b[1])) <= tolerance * max(a[1], b[1])
+    )
 
 
 def _refuse_gradient(name: str, rank: int, norm: float, other: int, other_norm: float) -> None:
     told = [f"norm {x:.6g}" if x >= 0 else "None" if x == -1.0 else f"{x}" for x in (norm, other_norm)]
     raise CommError(
-        f"the gradient of '{name}' differs between copies before an optimizer's step: {told[0]} on rank {rank}, {told[1]} on rank {other}.",
-        fix="likely torch.nn.utils.clip_grad_norm_ or torch.amp.GradScaler on a model with cut parameters (use wh.clip_grad_norm_ and "
-        "wh.GradScaler), a step inside wh.no_sync, or gradients changed on some ranks only",
+        f"the gradient of '{name}' differs between copies before an optimizer's step: "
+        f"{told[0]} on rank {rank}, {told[1]} on rank {other}.",
+        fix="likely torch.nn.utils.clip_grad_norm_ or torch.amp.GradScaler on a model with cut parameters (use "
+        "wh.clip_grad_norm_ and wh.GradScaler), a step inside wh.no_sync, or gradients changed on some ranks only",
         ranks=(rank, other),
     )
 
@@ -149,9 +159,9 @@ def _check_scale(group: Group, members: list[Placed]) -> None:
     low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
     if known[high] - known[low] > _tolerance(members[0][0]) * 10 * abs(known[high]):
         raise CommError(
-            f"since backward the gradient of '{members[0][1].name}', of which ranks {list(group.ranks)} hold parts, was multiplied by "
-            f"{known[low]:.6g} on rank {low} and by {known[high]:.6g} on rank {high}.",
-            fix="likely torch.nn.utils.clip_grad_norm_, which counts this rank's part only: use wh.clip_grad_norm_(model, max_norm)",
+            f"since backward the gradient of '{members[0][1].name}', of which ranks {list(group.ranks)} hold parts, "
+            f"was multiplied by {known[low]:.6g} on rank {low} and by {known[high]:.6g} on rank {high}.",
+            fix="likely torch.nn.utils.clip_grad_norm_, which counts this rank's part only: use wh.clip_grad_norm_",
             ranks=(low, high),
         )
 

@@ -1,4 +1,4 @@
-"""All gradient reducers of one model: they begin together when a backward is noticed, and end together when it is through."""
+"""All gradient reducers of one model: they begin together when a backward is noticed, and end with it together."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Gradients:
         self._round = None
         if any(failed) and not void:
             raise CommError(
-                "a backward ended with an error on another rank and not on this one; the gradients of this step are incomplete.",
+                "a backward ended with an error on another rank and not on this one; the gradients are incomplete.",
                 fix="read the other ranks' messages; where a step may fail, let all ranks skip it together",
             )
         if self._then is not None and not void:

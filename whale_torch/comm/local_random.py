@@ -12,9 +12,9 @@ __all__ = ["LocalRandom"]
 class LocalRandom:
     """Between `begin` and `end`, torch's global generator of a device is seeded with this rank's place.
 
-    The seed is drawn from the global CPU stream, which the region's ranks share only where they are fed the same rows: so
-    equal streams give different masks, a recomputation replays them, and afterwards the streams are equal again however
-    much each rank drew.
+    The seed is drawn from the global CPU stream, which the region's ranks share only where they are fed the same rows:
+    so equal streams give different masks, a recomputation replays them, and afterwards the streams are equal again
+    however much each rank drew.
     """
 
     def __init__(self, region: Region, device: torch.device):
@@ -23,7 +23,9 @@ class LocalRandom:
 
     def begin(self) -> None:
         """Leaves the shared stream."""
-        seed = int(torch.randint(1 << 62, ())) + self._region.columns.rank
+        seed = int(torch.randint(1 << 62, (), device="cpu")) + self._region.columns.rank
+        if self._device.type == "meta":  # nothing is drawn
+            return
         if self._device.type == "cpu":
             self._before = torch.get_rng_state()
             torch.default_generator.manual_seed(seed)
@@ -36,10 +38,11 @@ class LocalRandom:
         """Returns to the shared stream; a second call does nothing."""
         if self._before is None:
             return
-        if self._device.type == "cpu":
+        if self._device.type in ("cpu", "meta"):
             torch.set_rng_state(self._before)
         else:
-            torch.get_device_module(self._device).set_rng_state(self._before, self._device)
+            module = torch.get_device_module(self._device)
+            module.set_rng_state(self._before, self._device)
         self._before = None
 
     def __enter__(self) -> LocalRandom:

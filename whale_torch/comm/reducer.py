@@ -63,11 +63,15 @@ class Reducer:
     Their product bounds the staging memory.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], reduction: Reduction, *, bucket_bytes: int, max_in_flight: int):
+    def __init__(
+        self, parameters: list[torch.nn.Parameter], reduction: Reduction, *, bucket_bytes: int, max_in_flight: int
+    ):
         self.reduction, self.max_in_flight = reduction, max_in_flight
         self.sync = True
         self.buckets = _fill(parameters, bucket_bytes)
-        self.staging = reduction.staging(max(b.num_elements + len(b.pieces) for b in self.buckets), parameters[0].device)
+        self.staging = reduction.staging(
+            max(b.num_elements + len(b.pieces) for b in self.buckets), parameters[0].device
+        )
         self._arrived: set[int] = set()
         self._next = 0  # the first bucket that is not under way
         self._complete = 0  # the first bucket of which a piece is missing
@@ -78,7 +82,10 @@ class Reducer:
         for index, bucket in enumerate(self.buckets):
             for piece in bucket.pieces:
                 homes.setdefault(piece.parameter, []).append(index)
-        self._handles = [p.register_post_accumulate_grad_hook(functools.partial(self._ready, tuple(home))) for p, home in homes.items()]
+        self._handles = [
+            p.register_post_accumulate_grad_hook(functools.partial(self._ready, tuple(home)))
+            for p, home in homes.items()
+        ]
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
@@ -184,26 +191,29 @@ class Reducer:
 
 def _refuse_taken(parameter: torch.nn.Parameter) -> None:
     raise LossError(
-        f"the gradient of '{_name(parameter)}' was taken away by a hook before it was averaged over the ranks.",
+        f"the gradient of '{_name(parameter)}' was taken away by a hook before it was averaged over ranks.",
         fix="step the optimizer after backward(), not in a hook on the parameter",
     )
 
 
 def _refuse_late(parameter: torch.nn.Parameter) -> None:
     raise LossError(
-        f"a second gradient of '{_name(parameter)}' came after the first had left for the other ranks, in one backward.",
-        fix="a reentrant checkpoint around a module that is used twice does this: torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+        f"a second gradient of '{_name(parameter)}' came after the first had left for the other ranks.",
+        fix="a reentrant checkpoint around a module that is used twice does this: "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
     )
 
 
 def _refuse_grad(parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
     if grad.requires_grad:
         raise LossError(
-            f"backward(create_graph=True): the gradient of '{_name(parameter)}' is part of a graph, and a mean over ranks is not differentiable.",
-            fix="take second derivatives with torch.autograd.grad(..., create_graph=True) and call backward() on the whole loss",
+            f"backward(create_graph=True): the gradient of '{_name(parameter)}' is part of a graph, and a mean over "
+            "ranks is not differentiable.",
+            fix="use torch.autograd.grad(..., create_graph=True), and backward() for the whole loss",
         )
     raise LossError(
-        f"the gradient of '{_name(parameter)}' is {grad.layout}, but it belongs to no nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True).",
+        f"the gradient of '{_name(parameter)}' is {grad.layout}, but it belongs to no nn.Embedding(sparse=True) "
+        "or nn.EmbeddingBag(sparse=True).",
         fix="look it up in one of these modules, or without sparse=True",
     )
 

@@ -1,4 +1,4 @@
-"""How one flat buffer of gradients is averaged over the ranks with a copy: flat or in two levels, in full or half precision."""
+"""How one flat buffer of gradients is averaged over the ranks with a copy: in one or two levels, in any precision."""
 
 from __future__ import annotations
 
@@ -20,21 +20,13 @@ from whale_torch.comm.collectives import (
     gather_equal,
     reduce_scatter_equal,
 )
-from whale_torch.mesh import Group
+from whale_torch.mesh import Group, TwoLevels
 
-__all__ = ["Packed", "Reduction", "Staging", "TwoLevels"]
+__all__ = ["Packed", "Reduction", "Staging"]
 
 _FP16_TOP = 32768.0
 _RING_RANKS = 2
 """Up to here half precision is summed where it passes by; above, each rank sums its part in float32."""
-
-
-@dataclass(frozen=True)
-class TwoLevels:
-    """The ranks of one node, and the ranks at the same place on all nodes."""
-
-    inside: Group
-    between: Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +84,9 @@ class _Worker:
 class Reduction:
     """Averages flat buffers over `copies`.
 
-    dtype: of what travels; reduce inside nodes first where `levels` are given. Half precision is rounded twice, whatever
-    the number of ranks (bfloat16 4e-3, float16 1e-3 at most): sums are made in float32, and between nodes only it travels
-    in half. float16 is scaled by the largest gradient of all ranks, so that nothing overflows and small gradients survive.
+    dtype: of what travels. levels: reduce inside nodes first. Half precision is rounded twice, whatever the number of
+    ranks (bfloat16 4e-3, float16 1e-3 at most): sums are made in float32, and of two levels only the outer one travels
+    in half. float16 is scaled by the largest gradient of all ranks, so that nothing overflows and small ones survive.
     """
 
     def __init__(self, copies: Group, dtype: torch.dtype, *, levels: TwoLevels | None = None):
@@ -155,7 +147,9 @@ class Reduction:
         part = reduce_scatter_equal(flat, levels.inside, name="gradient reduce-scatter")
         scale = 1.0
         if self._half:
-            values = part[: max(0, packed.num_elements - levels.inside.index * part.numel())]  # not the flags behind them
+            values = part[
+                : max(0, packed.num_elements - levels.inside.index * part.numel())
+            ]  # not the flags behind them
             if self.dtype is torch.float16:
                 scale = self._shared_scale([values] if values.numel() else [], flat.device, levels.between.size)
                 values *= scale
@@ -184,6 +178,8 @@ def _sum_wide(flat: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _pack(flat: torch.Tensor, packed: Packed, scale: float) -> None:
-    if packed.grads:
-        ops.bucket_pack(packed.grads, packed.offsets, flat, scale)
-    flat[packed.num_elements : packed.num_elements + packed.flags.numel()] = packed.flags
+    if scale == 1.0:
+        ops.bucket_pack([*packed.grads, packed.flags], [*packed.offsets, packed.num_elements], flat, 1.0)
+        return
+    ops.bucket_pack(packed.grads, packed.offsets, flat, scale)
+    ops.bucket_pack([packed.flags], [packed.num_elements], flat, 1.0)

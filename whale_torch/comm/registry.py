@@ -21,9 +21,9 @@ _KEY = "_whale_place"
 class ParameterPlace:
     """Where a parameter lies.
 
-    name: its first name in the model. copies: ranks that hold the same values. shard, parts: how it is cut and the ranks
-    that hold the parts, None for a whole parameter. site: the scope that cut it. world: all ranks of the model, None
-    where it is `copies`.
+    name: its first name in the model. copies: ranks that hold the same values. shard, parts: how it is cut and the
+    ranks that hold the parts, None for a whole parameter. site: the scope that cut it. world: all ranks of the model,
+    None where it is `copies`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ParameterPlace:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Places name live process groups: a pickled whole parameter is an ordinary one, also where this package is absent.
+        """Places name live process groups: a pickled whole parameter is an ordinary one, readable without this package.
 
         Raises CheckpointError for a cut one.
         """

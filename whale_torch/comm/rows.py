@@ -32,7 +32,9 @@ Rows = tuple[Tensor, tuple[int, ...], tuple[int, ...]]
 _INPUT = "the input of a split layer"
 
 
-def _counts(x: Tensor, region: Region, operation: str, detail: str, fix: str = "give all ranks of the split one kind of input") -> tuple[int, ...]:
+def _counts(
+    x: Tensor, region: Region, operation: str, detail: str, fix: str = "give all ranks of the split one kind of input"
+) -> tuple[int, ...]:
     """Rows of each feed. Raises on every rank where ranks come with different dtypes or `detail`."""
     region.check_eager()
     return region.agree(operation, x.shape[0], f"{x.dtype}{detail}", fix) if region.rows.size > 1 else (x.shape[0],)
@@ -54,7 +56,7 @@ def enter_rows(x: Tensor, region: Region) -> Rows:
     if known is None:
         flat = x.reshape(torch.Size(lead).numel(), x.shape[-1])
         counts = _counts(flat, region, "rows of a split's input", f" of width {flat.shape[1]}")
-        known = (Enter.apply(flat, counts, region), counts)
+        known = (Enter.apply(flat, counts, region), counts)  # type: ignore[no-untyped-call]
         region.remember(x, "rows", known)
     return known[0], known[1], lead
 
@@ -76,7 +78,7 @@ def enter_samples(x: Tensor, counts: tuple[int, ...], region: Region, dim: int =
     x = _plain_rows(x)
     known: Tensor | None = region.recall(x, f"batch {dim}")
     if known is None:
-        known = Enter.apply(x.movedim(dim, 0), counts, region)
+        known = Enter.apply(x.movedim(dim, 0), counts, region)  # type: ignore[no-untyped-call]
         assert known is not None
         region.remember(x, f"batch {dim}", known)
     return known
@@ -93,12 +95,17 @@ def enter_batch(x: Tensor, region: Region, dim: int = 0) -> tuple[Tensor, tuple[
 
 
 def enter_columns(x: Tensor, widths: Sequence[int], region: Region) -> Rows:
-    """Input of a layer that is cut by rows -> (all rows, this rank's columns [N, K]; rows of each feed; own leading shape).
+    """Input of a layer cut by rows -> (all rows, this rank's columns [N, K]; rows of each feed; own leading shape).
 
     A split's output with the same cut is taken as it lies; anything else moves once.
     """
     region.check_eager()
-    if isinstance(x, Columns) and x.place.region.columns is region.columns and x.place.widths == tuple(widths) and not x.place.tail:
+    if (
+        isinstance(x, Columns)
+        and x.place.region.columns is region.columns
+        and x.place.widths == tuple(widths)
+        and not x.place.tail
+    ):
         if x.place.applied:
             x.place.agree("columns of a split's input")
         return x.local, x.place.counts, x.place.lead
@@ -106,16 +113,21 @@ def enter_columns(x: Tensor, widths: Sequence[int], region: Region) -> Rows:
     lead = tuple(x.shape[:-1])
     flat = x.reshape(torch.Size(lead).numel(), x.shape[-1])
     counts = _counts(flat, region, "columns of a split's input", f" of width {flat.shape[1]}")
-    return RowsToColumns.apply(flat, counts, tuple(widths), region), counts, lead
+    return RowsToColumns.apply(flat, counts, tuple(widths), region), counts, lead  # type: ignore[no-untyped-call]
 
 
 def enter_channels(x: Tensor, widths: Sequence[int], region: Region) -> tuple[Tensor, tuple[int, ...]]:
     """Own samples [B, C, *pixels] -> (all samples, this rank's channels [N, K, *pixels]; samples of each feed).
 
-    A split's output with the same cut is taken as it lies; anything else moves once. Raises LayoutError where the ranks'
-    samples have different shapes.
+    A split's output with the same cut is taken as it lies; anything else moves once.
+    Raises LayoutError where the ranks' samples have different shapes.
     """
-    if isinstance(x, Columns) and x.place.region.columns is region.columns and x.place.widths == tuple(widths) and len(x.place.lead) == 1:
+    if (
+        isinstance(x, Columns)
+        and x.place.region.columns is region.columns
+        and x.place.widths == tuple(widths)
+        and len(x.place.lead) == 1
+    ):
         if x.place.applied:
             x.place.agree("channels of a split's input")
         return x.local, x.place.counts
@@ -124,13 +136,13 @@ def enter_channels(x: Tensor, widths: Sequence[int], region: Region) -> tuple[Te
     pixels = tuple(x.shape[2:])
     size = torch.Size(pixels).numel()
     flat = x.reshape(x.shape[0], x.shape[1] * size)
-    out = RowsToColumns.apply(flat, counts, tuple(width * size for width in widths), region)
+    out = RowsToColumns.apply(flat, counts, tuple(width * size for width in widths), region)  # type: ignore[no-untyped-call]
     return out.reshape(sum(counts), widths[region.columns.index], *pixels), counts
 
 
 def leave_rows(part: Tensor, counts: Sequence[int], lead: Sequence[int], region: Region) -> Tensor:
     """Partial sums of all rows [N, D] -> complete own rows [*lead, D]."""
-    out: Tensor = Leave.apply(part, tuple(counts), region)
+    out: Tensor = Leave.apply(part, tuple(counts), region)  # type: ignore[no-untyped-call]
     return out.reshape(*lead, *part.shape[1:])
 
 
@@ -150,7 +162,7 @@ def gather_plain(x: Tensor, counts: Sequence[int], region: Region, name: str) ->
 
 
 class _Shared(torch.autograd.Function):
-    """Identity on a tensor that all ranks of a region hold alike and read each for its part; backward sums their parts."""
+    """Identity on a tensor that all ranks of a region hold alike, each for its part; backward sums the parts."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
@@ -163,10 +175,10 @@ class _Shared(torch.autograd.Function):
 
 
 def enter_shared(x: Tensor, region: Region) -> Tensor:
-    """A tensor that is equal on all ranks and belongs to no sample (an attention bias), read by each rank for its part."""
+    """A tensor equal on all ranks that belongs to no sample (an attention bias), read by each rank for its part."""
     if region.columns.size == 1 or not x.requires_grad:
         return x
-    out: Tensor = _Shared.apply(x, region)
+    out: Tensor = _Shared.apply(x, region)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -190,5 +202,5 @@ def partial_parameter(parameter: Tensor, region: Region) -> Tensor:
     """A whole parameter as a rank of a region uses it for its part of the features or heads of all rows."""
     if region.columns.size == 1 or not parameter.requires_grad:
         return parameter
-    out: Tensor = _Partial.apply(parameter, region.columns.size)
+    out: Tensor = _Partial.apply(parameter, region.columns.size)  # type: ignore[no-untyped-call]
     return out

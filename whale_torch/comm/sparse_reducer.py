@@ -1,4 +1,4 @@
-"""Sparse gradients of embeddings: gathered from all ranks with a copy, added up row by row, averaged; never made dense."""
+"""Sparse gradients of embeddings: gathered from all ranks with a copy, added up row by row, and averaged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class SparseReducer:
 
     def _dense_mean(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         grad = parameter.grad
-        total = torch.zeros_like(parameter) if grad is None else grad.to_dense() if grad.is_sparse else grad.contiguous()
+        total = (
+            torch.zeros_like(parameter) if grad is None else grad.to_dense() if grad.is_sparse else grad.contiguous()
+        )
         return all_reduce(total, self.copies, name="gradient all-reduce").div_(self.copies.size)
 
     def _sparse_mean(self, parameter: torch.nn.Parameter, counts: list[int]) -> torch.Tensor:
@@ -72,7 +74,9 @@ class SparseReducer:
         else:
             rows, values = parameter.grad._indices()[0], parameter.grad._values()
         gather = functools.partial(all_gather_rows, counts=counts, group=self.copies, name="sparse gradient")
-        total = torch.sparse_coo_tensor(gather(rows).unsqueeze(0), gather(values) / self.copies.size, parameter.shape, check_invariants=False)
+        total = torch.sparse_coo_tensor(
+            gather(rows).unsqueeze(0), gather(values) / self.copies.size, parameter.shape, check_invariants=False
+        )
         return total.coalesce()
 
 

@@ -38,11 +38,11 @@ class CompiledLibrary:
 def load(device: str, path: Path, present: bool = True) -> CompiledLibrary:
     """Loads one library; a file that exists and does not load is warned about with the loader's own text."""
     if not present:
-        return CompiledLibrary(device, path, f"torch sees no {device} device")
+        return CompiledLibrary(device, path, f"this torch is built without {device}")
     if not path.exists():
         return CompiledLibrary(device, path, f"{path.name} was not built")
     try:
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        torch.ops.load_library(path)
     except OSError as error:
         text = str(error.__cause__ or error)  # torch wraps the loader's own words
         warnings.warn(f"{path} does not load, so Python kernels run: {text}", RuntimeWarning, stacklevel=2)
@@ -56,7 +56,7 @@ def compiled() -> dict[str, CompiledLibrary]:
     folder = Path(__file__).parents[1]
     return {
         "cpu": load("cpu", folder / "_C_cpu.so"),
-        "cuda": load("cuda", folder / "_C_cuda.so", torch.cuda.is_available()),
+        "cuda": load("cuda", folder / "_C_cuda.so", torch.backends.cuda.is_built()),
     }
 
 
@@ -79,7 +79,7 @@ def _register_default(name: str, kernel: Callable[..., Any]) -> None:
         _say_once(_device_type(arguments))
         return kernel(*arguments)
 
-    LIBRARY.impl(name, announced, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, announced, "CompositeExplicitAutograd")
 
 
 def op(name: str) -> torch._ops.OpOverload:

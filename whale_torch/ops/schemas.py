@@ -13,7 +13,7 @@ from whale_torch.ops.precision import statistics_dtype
 __all__ = ["COMPILED_OPS", "LIBRARY", "OPS"]
 
 # Kept alive: a Library unregisters what it defined when it is collected.
-LIBRARY = Library("whale", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY = Library("whale", "DEF")
 
 _LOSS_COEFS = "Tensor softmax_coef, Tensor target_coef, Tensor? smooth_coef, Tensor? class_weight"
 
@@ -39,7 +39,7 @@ OPS = tuple(_SCHEMAS)
 COMPILED_OPS = tuple(name for name in OPS if not name.startswith("linear_"))
 
 for _name, _schema in _SCHEMAS.items():
-    LIBRARY.define(_name + _schema)  # type: ignore[no-untyped-call]
+    LIBRARY.define(_name + _schema)
 
 
 def _fake_bucket_pack(tensors: list[Tensor], offsets: list[int], flat: Tensor, scale: float) -> None:

@@ -26,10 +26,10 @@ def clip_grad_norm_(
     """Scales gradients so that their norm, over all parameters as one process would have them, is at most `max_norm`.
 
     parameters: a model or parameters of one, the same on every rank. norm_type: p > 0, "inf" for the largest entry.
-    foreach: as in torch. Returns the norm before scaling, equal on every rank. On parameters of no parallelized model it
-    is torch.nn.utils.clip_grad_norm_.
-    Raises LossError, on every rank, if asked to and the norm is not finite; PlanError for a norm_type that is no norm, and
-    for parameters of which only some belong to a parallelized model.
+    foreach: as in torch. Returns the norm before scaling, equal on every rank. On parameters of no parallelized model
+    it is torch.nn.utils.clip_grad_norm_.
+    Raises LossError, on every rank, if asked to and the norm is not finite; PlanError for a norm_type that is no norm,
+    and for parameters of which only some belong to a parallelized model.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -56,8 +56,8 @@ def _check_places(parameters: list[Tensor], places: list[ParameterPlace | None])
     outside = [i for i, place in enumerate(places) if place is None]
     if outside:
         raise PlanError(
-            f"wh.clip_grad_norm_ got {len(parameters)} parameters, of which {len(outside)} belong to no parallelized model "
-            f"(the first is number {outside[0]}, of shape {tuple(parameters[outside[0]].shape)}).",
+            f"wh.clip_grad_norm_ got {len(parameters)} parameters, of which {len(outside)} belong to no parallelized "
+            f"model (the first is number {outside[0]}, of shape {tuple(parameters[outside[0]].shape)}).",
             fix="clip those of each model apart",
         )
     return [place for place in places if place is not None]

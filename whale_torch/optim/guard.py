@@ -39,8 +39,9 @@ def _step_of(kind: type[Optimizer]) -> Any:
 _ELEMENT_WISE = {
     _step_of(kind)
     for kind in (
-        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam,
-        torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Rprop, torch.optim.ASGD,
+        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
+        torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+        torch.optim.Adadelta, torch.optim.Rprop, torch.optim.ASGD,
     )
 }  # fmt: skip
 # optimizer -> how many parameters it had when it was looked at, and whether some are cut
@@ -51,7 +52,7 @@ _hooked: WeakSet[Optimizer] = WeakSet()
 def element_wise(kind: Kind) -> Kind:
     """Declares that each element's update depends on that element's gradient and state alone; also a class decorator.
 
-    Such an optimizer runs on the parts of cut parameters as they are. It holds for subclasses that do not override step.
+    Such an optimizer runs on the parts of cut parameters as they are. Subclasses that do not override step follow.
     """
     _ELEMENT_WISE.add(_step_of(kind))
     return kind
@@ -105,8 +106,8 @@ def _reads_whole_tensors(kind: type[Optimizer], parameter: Tensor, place: Parame
     own = kind.__module__.partition(".")[0] == "torch"
     known = "reads whole tensors" if own else "is not known to work element by element"
     declare = "" if own else (
-        f", or declare it with whale_torch.optim.element_wise({kind.__name__}) if each element's update depends on that "
-        "element's gradient and state alone"
+        f", or declare it with whale_torch.optim.element_wise({kind.__name__}) if each element's update depends on "
+        "that element's gradient and state alone"
     )  # fmt: skip
     return PlanError(
         f"{kind.__name__} {known}, but '{place.name}' is cut over {place.parts.size} ranks: {held}.",
@@ -176,8 +177,8 @@ def _check_scaler(optimizer: Optimizer) -> None:
             if scaler.is_enabled() and type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_:
                 place = _cut_parameters(optimizer)[0][1]
                 raise PlanError(
-                    f"{type(scaler).__name__} looks for overflow in this rank's gradients alone, but '{place.name}' is cut "
-                    f"over {place.parts.size if place.parts else 1} ranks: some would step and others not.",
+                    f"{type(scaler).__name__} looks for overflow in this rank's gradients alone, but '{place.name}' is "
+                    f"cut over {place.parts.size if place.parts else 1} ranks: some would step and others not.",
                     where=place.site,
                     fix="scaler = wh.GradScaler(model)",
                 )

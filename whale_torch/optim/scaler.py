@@ -12,7 +12,7 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler for a parallelized model: all ranks skip a step together, so scale and parameters stay equal.
+    """torch.amp.GradScaler for a parallelized model: all ranks skip a step together, so their scales stay equal.
 
     A rank sees only the gradients of its own parts; unscale_ and step, which every rank must call, combine what they
     found in one small all-reduce. Use as torch's, with wh.clip_grad_norm_ between unscale_ and step.
@@ -32,12 +32,14 @@ class GradScaler(torch.amp.GradScaler):
     ):
         mesh = runtime_of(model, "wh.GradScaler").mesh
         self._everyone, self._model_device = mesh.everyone(), mesh.device
-        super().__init__(device or mesh.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(
+            device or mesh.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Both ways to a step, unscale_ and that of fused optimizers, come through here once; FSDP's scaler hooks in here too."""
+        """Both ways to a step, unscale_ and that of fused optimizers, come through here once, as in FSDP's scaler."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # second number: whether any rank saw a gradient at all; where none did, torch says so
         seen = torch.zeros(2, device=self._model_device)

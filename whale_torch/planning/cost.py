@@ -21,7 +21,8 @@ from whale_torch.planning.rules import Cut
 __all__ = ["DEFAULT_ROWS", "all_reduce_bytes", "estimate", "gradient_traffic", "price", "shards_of"]
 
 DEFAULT_ROWS = 32
-_HEADER_BYTES = 8
+_HEADER_BYTES = 64
+_COUNT_BYTES = 32
 _ID_BYTES = 8
 
 
@@ -38,8 +39,14 @@ def price(plan: Plan, model: nn.Module) -> Plan:
         gradient_bytes=sum(size for name, size in held.items() if parameters[name].requires_grad),
     )
     rows = plan.rows_per_rank
-    where = f"at {rows} rows a rank, which reach each split module once; a split output at the end meets a cross entropy"
-    return replace(priced, traffic=(*gradient_traffic(priced, parameters, shards), *estimate(priced)), assumption=where if plan.cuts else f"at {rows} rows a rank")
+    where = (
+        f"at {rows} rows a rank, which reach each split module once; a split output at the end meets a cross entropy"
+    )
+    return replace(
+        priced,
+        traffic=(*gradient_traffic(priced, parameters, shards), *estimate(priced)),
+        assumption=where if plan.cuts else f"at {rows} rows a rank",
+    )
 
 
 def shards_of(plan: Plan, model: nn.Module) -> dict[str, Shard]:
@@ -78,7 +85,13 @@ def gradient_traffic(plan: Plan, parameters: Mapping[str, nn.Parameter], shards:
         cut = shards if device.size > 1 else {}
         trained = [n for n in reduce.parameters if parameters[n].requires_grad]
         elements = sum(parameters[n].numel() / (device.size if n in cut else 1) + 1 for n in trained)
-        out.append(Traffic("gradients", f"{device.num_copies} ranks", all_reduce_bytes(elements * dtype.itemsize, device.num_copies)))
+        out.append(
+            Traffic(
+                "gradients",
+                f"{device.num_copies} ranks",
+                all_reduce_bytes(elements * dtype.itemsize, device.num_copies),
+            )
+        )
     return [traffic for traffic in out if traffic.sent_bytes]
 
 
@@ -87,7 +100,7 @@ def estimate(plan: Plan) -> list[Traffic]:
     total: dict[tuple[str, str], float] = {}
     rows, ends = plan.rows_per_rank, _open_ends(plan.cuts)
     if plan.world > 1:
-        total["row counts", f"{plan.world} ranks"] = 2.0 * _HEADER_BYTES * (plan.world - 1)
+        total["row counts", f"{plan.world} ranks"] = float(_COUNT_BYTES * (plan.world - 1))
     before: Cut | None = None
     for cut in plan.cuts:
         device = plan.device(plan.taskgraph_of(cut.module).device)
@@ -135,7 +148,12 @@ def _moved(cut: Cut, device: VirtualDevice, rows: int, *, read_before: bool, end
         found.append(("ids", _ID_BYTES * rows * (feeds - 1) + (header if feeds > 1 else 0)))
     elif cut.role == "rows" and enters:  # the columns of a plain tensor: elements_in are those of one rank
         all_columns = enters * size
-        found.append(("columns in", all_columns / twins * (feeds - 1) / feeds + (feeds - 1) * enters + all_columns / twins * (twins - 1)))
+        found.append(
+            (
+                "columns in",
+                all_columns / twins * (feeds - 1) / feeds + (feeds - 1) * enters + all_columns / twins * (twins - 1),
+            )
+        )
     elif enters and not read_before:
         found.append(("rows in", complete(enters) + (header if feeds > 1 else 0)))
     if leaves:

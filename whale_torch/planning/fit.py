@@ -30,7 +30,8 @@ def check_fit(plan: Plan, model: nn.Module, cluster: Cluster, default: tuple[Ann
     """
     if plan.cluster.ranks_of_nodes != cluster.ranks_of_nodes:
         raise PlanError(
-            f"the saved plan is for ranks {list(plan.cluster.ranks_of_nodes)} on its nodes, but {list(cluster.ranks_of_nodes)} are running.",
+            f"the saved plan is for ranks {list(plan.cluster.ranks_of_nodes)} on its "
+            f"nodes, but {list(cluster.ranks_of_nodes)} are running.",
             fix="make the plan for this cluster: wh.plan(model, cluster=...)",
         )
     _check_parameters(plan, model)
@@ -48,7 +49,8 @@ def _check_parameters(plan: Plan, model: nn.Module) -> None:
         return
     pair = next((p for p in zip(plan.parameters, have, strict=False) if p[0] != p[1]), None)
     told = (
-        f"the first that differs is '{pair[0][0]}' {list(pair[0][1])} in the plan and '{pair[1][0]}' {list(pair[1][1])} here"
+        f"the first that differs is '{pair[0][0]}' {list(pair[0][1])} in the "
+        f"plan and '{pair[1][0]}' {list(pair[1][1])} here"
         if pair
         else f"{len(plan.parameters)} parameters in the plan, {len(have)} here"
     )
@@ -67,13 +69,18 @@ def _check_scopes(plan: Plan, model: nn.Module, default: tuple[Annotation, ...])
             if other is None or _scopes(other) != _scopes(graph):
                 there = "no scope of its own" if other is None else _scopes(other) or "no scope"
                 raise PlanError(
-                    f"module '{name}' is under {_scopes(graph) or 'no scope'} here and under {there} in the saved plan.",
+                    f"module '{name}' is under {_scopes(graph) or 'no scope'} here "
+                    f"and under {there} in the saved plan.",
                     where=graph.site,
                     fix=f"{_ANEW}, or take the scopes off the model: the plan has its own",
                 )
     if planned:
         name, graph = next(iter(planned.items()))
-        raise PlanError(f"module '{name}' is under {_scopes(graph)} in the saved plan and has no scope of its own here.", where=graph.site, fix=_ANEW)
+        raise PlanError(
+            f"module '{name}' is under {_scopes(graph)} in the saved plan and has no scope of its own here.",
+            where=graph.site,
+            fix=_ANEW,
+        )
 
 
 def _scopes(graph: TaskGraph) -> str:
@@ -84,15 +91,24 @@ def _check_devices(plan: Plan) -> None:
     by_name = {device.name: device for device in plan.devices}
     for device in plan.devices:
         small, large = sorted((device.size, plan.feed_size))
-        if device.world != plan.world or device.feed_size != plan.feed_size or plan.world % device.size or large % max(small, 1):
+        if (
+            device.world != plan.world
+            or device.feed_size != plan.feed_size
+            or plan.world % device.size
+            or large % max(small, 1)
+        ):
             raise PlanError(
-                f"VirtualDevice '{device.name}' has groups of {device.size} of {device.world} ranks, fed by {device.feed_size}; "
+                f"VirtualDevice '{device.name}' has groups of {device.size} of "
+                f"{device.world} ranks, fed by {device.feed_size}; "
                 f"the plan has {plan.world} ranks, fed by {plan.feed_size}.",
                 fix="sizes divide the number of ranks, and of a size and feed_size one divides the other",
             )
     for graph in plan.taskgraphs:
         if graph.device not in by_name:
-            raise PlanError(f"TaskGraph {graph.index} runs on '{graph.device}', but the plan's VirtualDevices are {list(by_name)}.", fix=_ANEW)
+            raise PlanError(
+                f"TaskGraph {graph.index} runs on '{graph.device}', but the plan's VirtualDevices are {list(by_name)}.",
+                fix=_ANEW,
+            )
 
 
 def _check_cut(cut: Cut, plan: Plan, model: nn.Module) -> None:
@@ -103,16 +119,24 @@ def _check_cut(cut: Cut, plan: Plan, model: nn.Module) -> None:
     graph = plan.taskgraph_of(cut.module)
     device: VirtualDevice = plan.device(graph.device)
     if len(cut.widths) != device.size:
-        raise _refused(cut, f"{len(cut.widths)} widths for {device.size} ranks", f"give {device.size} widths, one a rank")
+        raise _refused(
+            cut, f"{len(cut.widths)} widths for {device.size} ranks", f"give {device.size} widths, one a rank"
+        )
     first = {id(p): name for name, p in model.named_parameters()}
     for key, shard in cut.shards:
         owner, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
         parameter: Any = modules[owner]._parameters.get(attribute) if owner in modules else None
         shape = None if parameter is None else shapes.get(first[id(parameter)])
         if shape != shard.shape:
-            raise _refused(cut, f"'{key}' is {list(shard.shape)} in the cut and {list(shape or ())} in the model", _ANEW)
+            raise _refused(
+                cut, f"'{key}' is {list(shard.shape)} in the cut and {list(shape or ())} in the model", _ANEW
+            )
         if shard.widths != cut.widths:
-            raise _refused(cut, f"its widths are {list(cut.widths)}, but those of '{key}' are {list(shard.widths)}", "edit all widths of a module alike")
+            raise _refused(
+                cut,
+                f"its widths are {list(cut.widths)}, but those of '{key}' are {list(shard.widths)}",
+                "edit all widths of a module alike",
+            )
         if min(shard.widths) < 0:
             raise _refused(cut, f"widths {list(shard.widths)} of '{key}'", "a width is 0 or more")
 
@@ -128,30 +152,43 @@ def _check_reduces(plan: Plan, model: nn.Module) -> None:
     devices = {device.name: device for device in plan.devices}
     wanted = {}
     for name in could_train:
-        device = plan.device(plan.taskgraph_of(name.rpartition(".")[0]).device) if name in shards else devices["replica"]
+        device = (
+            plan.device(plan.taskgraph_of(name.rpartition(".")[0]).device) if name in shards else devices["replica"]
+        )
         if device.num_copies > 1:
             wanted[name] = device.name
     found: dict[str, str] = {}
     for reduce in plan.reduces:
         if reduce.device not in devices:
-            raise PlanError(f"gradients are averaged on '{reduce.device}', but the plan's VirtualDevices are {list(devices)}.", fix=_ANEW)
+            raise PlanError(
+                f"gradients are averaged on '{reduce.device}', but the plan's VirtualDevices are {list(devices)}.",
+                fix=_ANEW,
+            )
         if reduce.algorithm not in ("flat", "hierarchical"):
-            raise PlanError(f"the plan's all-reduce algorithm is {reduce.algorithm!r}.", fix='it is "flat" or "hierarchical"')
+            raise PlanError(
+                f"the plan's all-reduce algorithm is {reduce.algorithm!r}.", fix='it is "flat" or "hierarchical"'
+            )
         if reduce.algorithm == "hierarchical" and not two_levels_fit(devices[reduce.device], plan.cluster):
             raise PlanError(
-                f"the plan averages gradients on '{reduce.device}' hierarchically, but on {plan.cluster} their copies do not sit "
+                f"the plan averages gradients on '{reduce.device}' hierarchically, "
+                f"but on {plan.cluster} their copies do not sit "
                 "on several nodes, several and equally many on each.",
                 fix='set its algorithm to "flat"',
             )
         if reduce.wire is not None and reduce.wire not in _WIRES:
-            raise PlanError(f"the plan's gradients travel in {reduce.wire!r}.", fix=f"it is null or one of {', '.join(_WIRES)}")
+            raise PlanError(
+                f"the plan's gradients travel in {reduce.wire!r}.", fix=f"it is null or one of {', '.join(_WIRES)}"
+            )
         if not (_positive(reduce.bucket_bytes) and _positive(reduce.max_in_flight)):
             raise PlanError(
-                f"the plan's gradient buckets are {reduce.bucket_bytes!r} bytes, {reduce.max_in_flight!r} in flight.", fix="both are positive whole numbers"
+                f"the plan's gradient buckets are {reduce.bucket_bytes!r} bytes, {reduce.max_in_flight!r} in flight.",
+                fix="both are positive whole numbers",
             )
         dtypes = {could_train[name].dtype for name in reduce.parameters if name in could_train}
         if len(dtypes) > 1:
-            raise PlanError(f"gradients of {sorted(map(str, dtypes))} share a bucket.", fix="give each dtype a reduce of its own")
+            raise PlanError(
+                f"gradients of {sorted(map(str, dtypes))} share a bucket.", fix="give each dtype a reduce of its own"
+            )
         for name in reduce.parameters:
             if name in found:
                 raise PlanError(f"the gradient of '{name}' is averaged twice in the plan.", fix=_ANEW)
@@ -160,7 +197,8 @@ def _check_reduces(plan: Plan, model: nn.Module) -> None:
     if wrong:
         name = wrong[0]
         raise PlanError(
-            f"the gradient of '{name}' is averaged on {found.get(name, 'no ranks')} in the plan and has to be on {wanted.get(name, 'no ranks')}.",
+            f"the gradient of '{name}' is averaged on {found.get(name, 'no ranks')} in the "
+            f"plan and has to be on {wanted.get(name, 'no ranks')}.",
             fix=_ANEW,
         )
 

@@ -81,7 +81,8 @@ def _algorithm(graph: TaskGraph, device: VirtualDevice, fits: bool, cluster: Clu
     asked = graph.option("replica", "all_reduce", "auto")
     if asked == "hierarchical" and not fits and device.name == "replica":
         raise PlanError(
-            f"{graph.label} asks for a hierarchical all-reduce, but {cluster} has no two nodes of several, equally many ranks.",
+            f"{graph.label} asks for a hierarchical all-reduce, but {cluster} has "
+            "no two nodes of several, equally many ranks.",
             where=graph.site,
             fix='use all_reduce="auto" or "flat"',
         )

@@ -33,7 +33,9 @@ class Shard:
     def __post_init__(self) -> None:
         total = sum(self.widths) * self.unit * self.blocks
         if total != self.shape[self.dim]:
-            raise AssertionError(f"widths {self.widths} x unit {self.unit} x blocks {self.blocks} != {self.shape}[{self.dim}]")
+            raise AssertionError(
+                f"widths {self.widths} x unit {self.unit} x blocks {self.blocks} != {self.shape}[{self.dim}]"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -49,7 +51,11 @@ class Shard:
         """The part of the `index`-th rank: a copy that shares nothing with `full`."""
         start, length = sum(self.widths[:index]) * self.unit, self.widths[index] * self.unit
         parts = [block.narrow(self.dim, start, length) for block in full.chunk(self.blocks, self.dim)]
-        return torch.cat(parts, self.dim).contiguous() if self.blocks > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+        return (
+            torch.cat(parts, self.dim).contiguous()
+            if self.blocks > 1
+            else parts[0].clone(memory_format=torch.contiguous_format)
+        )
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """The full tensor from the parts of all ranks, in their order."""
@@ -59,10 +65,18 @@ class Shard:
         return torch.cat([blocks[b] for b in range(self.blocks) for blocks in by_rank], self.dim)
 
     def _blocks_of(self, part: torch.Tensor, index: int) -> list[torch.Tensor]:
-        return list(part.split(self.widths[index] * self.unit, self.dim)) if self.widths[index] else [part] * self.blocks
+        return (
+            list(part.split(self.widths[index] * self.unit, self.dim)) if self.widths[index] else [part] * self.blocks
+        )
 
     def to_json(self) -> dict[str, Any]:
-        return {"dim": self.dim, "widths": list(self.widths), "shape": list(self.shape), "blocks": self.blocks, "unit": self.unit}
+        return {
+            "dim": self.dim,
+            "widths": list(self.widths),
+            "shape": list(self.shape),
+            "blocks": self.blocks,
+            "unit": self.unit,
+        }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Shard:

@@ -30,7 +30,7 @@ class Reduce:
 
     wire: dtype name on the wire, None for the gradients' own. algorithm: "flat" or "hierarchical".
     gradient_bytes, wire_bytes: of the rank that holds most, in the gradients' dtype and in the wire's.
-    parameters: those trained when the plan was made and those frozen then, which may be trained later; bytes are of the first.
+    parameters: those trained when the plan was made, of which the bytes are, and those that may be trained later.
     """
 
     device: str
@@ -157,25 +157,32 @@ class Plan:
         try:
             data = json.loads(text)
             if data["format"] != _FORMAT:
-                raise PlanError(f"the plan has format {data['format']}, this version reads {_FORMAT}.", fix="make it again with wh.plan(model)")
+                raise PlanError(
+                    f"the plan has format {data['format']}, this version reads {_FORMAT}.",
+                    fix="make it again with wh.plan(model)",
+                )
             return Plan(
                 cluster=Cluster.from_json(data["cluster"]),
                 feed_size=data["feed_size"],
                 taskgraphs=tuple(_graph_from_json(graph) for graph in data["taskgraphs"]),
                 devices=tuple(VirtualDevice(**device) for device in data["devices"]),
                 cuts=tuple(_cut_from_json(cut) for cut in data["cuts"]),
-                reduces=tuple(Reduce(**{**reduce, "parameters": tuple(reduce["parameters"])}) for reduce in data["reduces"]),
+                reduces=tuple(
+                    Reduce(**{**reduce, "parameters": tuple(reduce["parameters"])}) for reduce in data["reduces"]
+                ),
                 traffic=tuple(Traffic(**traffic) for traffic in data["traffic"]),
                 parameters=tuple((name, tuple(shape)) for name, shape in data["parameters"]),
                 rows_per_rank=data["rows_per_rank"],
                 assumption=data["assumption"],
-                batch_dim=_option_from_json(data["batch_dim"]),
+                batch_dim=_batch_dim_from_json(data["batch_dim"]),
                 loss=data["loss"],
                 parameter_bytes=data["parameter_bytes"],
                 gradient_bytes=data["gradient_bytes"],
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise PlanError(f"this is no saved plan: {type(error).__name__}: {error}", fix="write it with plan.save(path)") from error
+            raise PlanError(
+                f"this is no saved plan: {type(error).__name__}: {error}", fix="write it with plan.save(path)"
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as readable JSON."""
@@ -210,16 +217,21 @@ def _graph_to_json(graph: TaskGraph) -> dict[str, Any]:
 
 def _graph_from_json(data: dict[str, Any]) -> TaskGraph:
     annotations = tuple(
-        Annotation(a["kind"], tuple((k, _option_from_json(v)) for k, v in a["options"]), a["site"], a["entry"]) for a in data["annotations"]
+        Annotation(a["kind"], tuple((k, _option_from_json(v)) for k, v in a["options"]), a["site"], a["entry"])
+        for a in data["annotations"]
     )
     return TaskGraph(**{**data, "annotations": annotations, "modules": tuple(data["modules"])})
+
+
+def _batch_dim_from_json(value: Any) -> int | tuple[tuple[str, int | None], ...]:
+    return value if isinstance(value, int) else tuple((name, dim) for name, dim in value)
 
 
 def _option_to_json(value: object) -> object:
     return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else value
 
 
-def _option_from_json(value: Any) -> object:
+def _option_from_json(value: Any) -> Any:
     if isinstance(value, dict):
         return getattr(torch, value["dtype"])
     return tuple(tuple(v) if isinstance(v, list) else v for v in value) if isinstance(value, list) else value

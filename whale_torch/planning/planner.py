@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,13 +16,15 @@ from whale_torch.planning.gradients import plan_reduces
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
-from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles
+from whale_torch.planning.rules import Cut, Role, RuleContext, SplitRule, find_rule, model_plan, neighbour_roles
 from whale_torch.planning.taskgraph import Grouping, TaskGraph, group_modules
 
 __all__ = ["make_plan"]
 
 
-def make_plan(model: nn.Module, cluster: Cluster, *, default: tuple[Annotation, ...] = (), rows_per_rank: int | None = None) -> Plan:
+def make_plan(
+    model: nn.Module, cluster: Cluster, *, default: tuple[Annotation, ...] = (), rows_per_rank: int | None = None
+) -> Plan:
     """Plans an annotated model on a cluster without running anything.
 
     rows_per_rank: samples a feed brings in a step, for byte counts only.
@@ -58,16 +61,20 @@ def _split_size(graph: TaskGraph, cluster: Cluster) -> int:
         asked = cluster.ranks_per_node
         if asked is None:
             raise PlanError(
-                f"{graph.label}: nodes have {list(cluster.ranks_of_nodes)} ranks, so a split inside a replica has no natural size.",
-                where=graph.site, fix="name it: wh.split(size=...)",
-            )  # fmt: skip
+                f"{graph.label}: nodes have {list(cluster.ranks_of_nodes)} "
+                "ranks, so "
+                "a split inside a replica has no natural size.",
+                where=graph.site,
+                fix="name it: wh.split(size=...)",
+            )
     size = cluster.num_ranks if asked is None else int(str(asked))
     if size > cluster.num_ranks or cluster.num_ranks % size:
         divisors = [d for d in range(1, cluster.num_ranks + 1) if cluster.num_ranks % d == 0]
         raise PlanError(
             f"{graph.label}: {cluster.num_ranks} ranks cannot be cut into groups of {size}.",
-            where=graph.site, fix=f"choose a size that divides {cluster.num_ranks}: {', '.join(map(str, divisors))}",
-        )  # fmt: skip
+            where=graph.site,
+            fix=f"choose a size that divides {cluster.num_ranks}: {', '.join(map(str, divisors))}",
+        )
     return size
 
 
@@ -79,7 +86,7 @@ def _rows_mode(graph: TaskGraph) -> str:
 
 
 def _feed_size(grouping: Grouping, cluster: Cluster) -> int:
-    """Neighbouring ranks that are fed the same batch: the largest split with shared rows; smaller ones must divide it."""
+    """Neighbouring ranks that are fed alike: the largest split with shared rows; smaller ones must divide it."""
     shared = [(_split_size(g, cluster), g) for g in grouping.graphs if g.kind == "split" and _rows_mode(g) == "shared"]
     if not shared:
         return 1
@@ -89,8 +96,9 @@ def _feed_size(grouping: Grouping, cluster: Cluster) -> int:
         if largest % size and size % largest:
             raise PlanError(
                 f"{graph.label} has size {size}, {by.label} shares rows over {largest}: neither divides the other.",
-                where=f"{graph.site} and {by.site}", fix=f"choose sizes of which one divides the other, as {largest} and {2 * largest}",
-            )  # fmt: skip
+                where=f"{graph.site} and {by.site}",
+                fix=f"choose sizes of which one divides the other, as {largest} and {2 * largest}",
+            )
     return largest
 
 
@@ -110,15 +118,13 @@ def _place(grouping: Grouping, cluster: Cluster, feed_size: int) -> tuple[list[T
 
 def _cut(model: nn.Module, grouping: Grouping, graphs: list[TaskGraph], devices: dict[str, VirtualDevice]) -> list[Cut]:
     """Asks the rules, module by module in order; a rule that takes a whole module over answers for its members."""
-    contexts = {
-        graph.index: _context(model, grouping, graph, devices[graph.device].size) for graph in graphs if graph.kind == "split"
-    }  # fmt: skip
+    contexts = _contexts(model, grouping, graphs, devices)
     cuts: list[Cut] = []
     done: list[str] = []
     for name, module in model.named_modules():
         context = contexts.get(grouping.graph_of[name])
-        if context is None or any(d in ("", name) or name.startswith(d + ".") for d in done):
-            continue
+        if context is None or (done and (done[-1] in ("", name) or name.startswith(done[-1] + "."))):
+            continue  # modules come in order: only the last one taken over can hold this one
         rule = find_rule(module, name, context)
         if rule is None:
             continue
@@ -128,26 +134,48 @@ def _cut(model: nn.Module, grouping: Grouping, graphs: list[TaskGraph], devices:
     return cuts
 
 
-def _context(model: nn.Module, grouping: Grouping, graph: TaskGraph, size: int) -> RuleContext:
-    """What the rules of one split TaskGraph may know: roles from neighbours and from the model's own plan."""
+def _contexts(
+    model: nn.Module, grouping: Grouping, graphs: list[TaskGraph], devices: dict[str, VirtualDevice]
+) -> dict[int, RuleContext]:
+    """What the rules of each split TaskGraph may know: roles from neighbours and from the model's own plan."""
+    splits = [graph for graph in graphs if graph.kind == "split"]
+    if not splits:
+        return {}
     names = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-
-    def inside(module: nn.Module) -> bool:
-        return grouping.graph_of.get(names[module]) == graph.index
-
-    forced = graph.option("split", "cut")
-    roles: dict[nn.Module, Role] = {}
+    forced = {graph.index: graph.option("split", "cut") for graph in splits}
+    roles: dict[int, dict[nn.Module, Role]] = {graph.index: {} for graph in splits}
     for parent in model.modules():
-        roles |= neighbour_roles(filter(inside, parent.children()), None if forced is None else str(forced))
-    planned, containers = model_plan(model, inside)
-    for module, role in planned.items():
-        if module not in roles or (forced is None and roles[module].name != role.name):
-            roles[module] = role
-    columns = frozenset(id(m.weight) for m, role in roles.items() if role.name == "columns" and isinstance(m, nn.Linear))
-    return RuleContext(size, graph.site, roles, columns, containers)
+        together: dict[int, list[nn.Module]] = {}
+        for child in parent.children():
+            index = grouping.graph_of.get(names[child], -1)
+            if index in roles:
+                together.setdefault(index, []).append(child)
+        for index, children in together.items():
+            cut = forced[index]
+            roles[index] |= neighbour_roles(children, None if cut is None else str(cut))
+    has_plan = any(model_plan(model, lambda module: True))
+    found = {}
+    for graph in splits:
+        own = roles[graph.index]
+        containers: dict[nn.Module, SplitRule] = {}
+        if has_plan:
+            planned, containers = model_plan(model, partial(_is_in, grouping, names, graph.index))
+            for module, role in planned.items():
+                if module not in own or (forced[graph.index] is None and own[module].name != role.name):
+                    own[module] = role
+        columns = (m.weight for m, role in own.items() if role.name == "columns" and isinstance(m, nn.Linear))
+        size = devices[graph.device].size
+        found[graph.index] = RuleContext(size, graph.site, own, frozenset(map(id, columns)), containers)
+    return found
 
 
-def _shards(model: nn.Module, cuts: list[Cut], grouping: Grouping, graphs: list[TaskGraph]) -> tuple[dict[str, Shard], dict[str, int]]:
+def _is_in(grouping: Grouping, names: dict[nn.Module, str], index: int, module: nn.Module) -> bool:
+    return grouping.graph_of.get(names[module]) == index
+
+
+def _shards(
+    model: nn.Module, cuts: list[Cut], grouping: Grouping, graphs: list[TaskGraph]
+) -> tuple[dict[str, Shard], dict[str, int]]:
     """Shard of every cut parameter by its first name, and the TaskGraph of every parameter.
 
     Raises PlanError for a parameter that is cut in one place and whole, or cut otherwise, in another.
@@ -165,14 +193,19 @@ def _shards(model: nn.Module, cuts: list[Cut], grouping: Grouping, graphs: list[
                 continue
             name, shard = first[id(parameter)], cut_of.get(here)
             size = graphs[graph].device
-            if name in found and (found[name][0] != shard or graphs[found[name][2]].device != size and shard is not None):
+            if name in found and (
+                found[name][0] != shard or (graphs[found[name][2]].device != size and shard is not None)
+            ):
                 raise PlanError(
-                    f"parameter '{name}' is tied to '{here}', but one is {_told(found[name][0])} and the other {_told(shard)}.",
+                    f"parameter '{name}' is tied to '{here}', but one is "
+                    f"{_told(found[name][0])} and the other {_told(shard)}.",
                     where=f"{graphs[found[name][2]].site} and {graphs[graph].site}",
                     fix="put both modules into one wh.split() scope, or both outside",
                 )
             found.setdefault(name, (shard, here, graph))
-    return {n: shard for n, (shard, _, _) in found.items() if shard is not None}, {n: graph for n, (_, _, graph) in found.items()}
+    return {n: shard for n, (shard, _, _) in found.items() if shard is not None}, {
+        n: graph for n, (_, _, graph) in found.items()
+    }
 
 
 def _told(shard: Shard | None) -> str:
@@ -189,12 +222,17 @@ def _with_sizes(graphs: list[TaskGraph], model: nn.Module, grouping: Grouping) -
 
 def _one_option(graphs: list[TaskGraph], name: str, default: Any) -> Any:
     """An option that holds for the whole model. Raises PlanError where scopes differ."""
-    found = {graph.index: graph.option("replica", name, default) for graph in graphs if any(a.kind == "replica" for a in graph.annotations)}
+    found = {
+        graph.index: graph.option("replica", name, default)
+        for graph in graphs
+        if any(a.kind == "replica" for a in graph.annotations)
+    }
     values = set(found.values())
     if len(values) > 1:
         (i, a), (j, b) = next((x, y) for x in found.items() for y in found.items() if x[1] != y[1])
         raise PlanError(
             f"{name} is {a!r} at {graphs[i].site} and {b!r} at {graphs[j].site}; a model has one.",
-            where=f"{graphs[i].site} and {graphs[j].site}", fix=f"give every wh.replica the same {name}",
-        )  # fmt: skip
+            where=f"{graphs[i].site} and {graphs[j].site}",
+            fix=f"give every wh.replica the same {name}",
+        )
     return values.pop() if values else default

@@ -41,17 +41,31 @@ def _opening(plan: Plan) -> list[str]:
     ]
     if plan.feed_size > 1:
         f = plan.feed_size
-        blocks = f"Ranks 0-{f - 1}" + (f", {f}-{2 * f - 1}" if plan.num_feeds > 1 else "") + (", ..." if plan.num_feeds > 2 else "")
-        whole = "are one replica: feed all of them the same batch." if plan.num_feeds == 1 else "are one replica each: feed its ranks the same batch."
+        blocks = (
+            f"Ranks 0-{f - 1}"
+            + (f", {f}-{2 * f - 1}" if plan.num_feeds > 1 else "")
+            + (", ..." if plan.num_feeds > 2 else "")
+        )
+        whole = (
+            "are one replica: feed all of them the same batch."
+            if plan.num_feeds == 1
+            else "are one replica each: feed its ranks the same batch."
+        )
         out[1] = out[1].replace("you feed a rank", "you feed a replica")
         out.append(f"{blocks} {whole}")
     if plan.batch_dim:
-        named = f"dimension {plan.batch_dim} of the inputs" if isinstance(plan.batch_dim, int) else _named_dims(plan.batch_dim)
+        named = (
+            f"dimension {plan.batch_dim} of the inputs"
+            if isinstance(plan.batch_dim, int)
+            else _named_dims(plan.batch_dim)
+        )
         out.append(f"Samples are counted along {named}.")
     if plan.loss == "sum":
         out.append("The loss is a sum over samples: gradients are summed over the feeds.")
     held = f"A rank holds {amount(plan.parameter_bytes)} of parameters"
-    out.append(held + (f" and {amount(plan.gradient_bytes)} of gradients." if plan.gradient_bytes else "; none is trained."))
+    out.append(
+        held + (f" and {amount(plan.gradient_bytes)} of gradients." if plan.gradient_bytes else "; none is trained.")
+    )
     return out
 
 
@@ -73,7 +87,17 @@ def _taskgraphs(plan: Plan) -> list[str]:
         row_mode = where.row_mode if first.kind == "split" else ("shared" if plan.feed_size > 1 else "own")
         index = str(first.index) if len(group) == 1 else f"{first.index}-{group[-1].index}"
         names = _shown(fold_names([name for graph in group for name in graph.modules]))
-        rows.append([index, _scope(first), first.site if first.annotations else "", names, _ranks(where.size, where.world), row_mode, f"{times}{first.num_parameters:,}"])
+        rows.append(
+            [
+                index,
+                _scope(first),
+                first.site if first.annotations else "",
+                names,
+                _ranks(where.size, where.world),
+                row_mode,
+                f"{times}{first.num_parameters:,}",
+            ]
+        )
     return _table(["TaskGraph", "scope", "at", "modules", "on", "rows", "parameters"], rows)
 
 
@@ -90,7 +114,9 @@ def _ranks(size: int, world: int) -> str:
 def _cuts(plan: Plan) -> list[str]:
     rows = []
     for group in _grouped(plan.cuts, lambda cut: (_pattern(cut.module), cut.rule, cut.role, cut.widths)):
-        rows.append([_shown(fold_names([cut.module for cut in group])), group[0].rule, group[0].role, _widths(group[0].widths)])
+        rows.append(
+            [_shown(fold_names([cut.module for cut in group])), group[0].rule, group[0].role, _widths(group[0].widths)]
+        )
     return _table(["split modules", "rule", "cut by", "units a rank"], rows)
 
 
@@ -98,10 +124,25 @@ def _gradients(plan: Plan) -> list[str]:
     rows = []
     for reduce in plan.reduces:
         device = plan.device(reduce.device)
-        over = f"all {device.num_copies} ranks" if device.size == 1 else f"{device.num_copies} ranks with the same part of {reduce.device}"
+        over = (
+            f"all {device.num_copies} ranks"
+            if device.size == 1
+            else f"{device.num_copies} ranks with the same part of {reduce.device}"
+        )
         wire = f"{reduce.wire}, {amount(reduce.wire_bytes)}" if reduce.wire else "as they are"
-        rows.append([over, str(len(reduce.parameters)), amount(reduce.gradient_bytes), wire, reduce.algorithm, f"{reduce.max_in_flight} x {amount(reduce.bucket_bytes)}"])
-    return _table(["gradients averaged over", "parameters", "bytes a rank", "wire", "all-reduce", "buckets in flight"], rows)
+        rows.append(
+            [
+                over,
+                str(len(reduce.parameters)),
+                amount(reduce.gradient_bytes),
+                wire,
+                reduce.algorithm,
+                f"{reduce.max_in_flight} x {amount(reduce.bucket_bytes)}",
+            ]
+        )
+    return _table(
+        ["gradients averaged over", "parameters", "bytes a rank", "wire", "all-reduce", "buckets in flight"], rows
+    )
 
 
 def _traffic(plan: Plan) -> list[str]:
@@ -116,7 +157,10 @@ def _gathers(plan: Plan) -> list[str]:
     if not plan.gathers:
         return []
     rows = [[g.operation, g.site, str(g.count), amount(g.num_bytes)] for g in plan.gathers]
-    return ["Outputs of a split that were gathered because an operation needs all columns (z.rows() says it outright):", *_table(["operation", "at", "times", "bytes in all"], rows)]
+    return [
+        "Outputs of a split that were gathered because an operation needs all columns (z.rows() says it outright):",
+        *_table(["operation", "at", "times", "bytes in all"], rows),
+    ]
 
 
 # ---- tables and names ----
@@ -176,7 +220,9 @@ def _runs(numbers: list[int]) -> str:
 
 
 def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_NAMES]) + (f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else "")
+    return ", ".join(names[:_MOST_NAMES]) + (
+        f", and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    )
 
 
 def _widths(widths: tuple[int, ...]) -> str:
@@ -184,5 +230,7 @@ def _widths(widths: tuple[int, ...]) -> str:
     if len(set(widths)) == 1:
         return f"{widths[0]} of {total}"
     empty = sum(width == 0 for width in widths)
-    spread = f"{min(widths)} to {max(widths)} of {total}" if len(widths) > 4 else f"{', '.join(map(str, widths))} of {total}"
+    spread = (
+        f"{min(widths)} to {max(widths)} of {total}" if len(widths) > 4 else f"{', '.join(map(str, widths))} of {total}"
+    )
     return spread + (f" (none on {empty} ranks)" if empty else "")

@@ -18,7 +18,7 @@ _RUNS = ("replica", "split")
 class TaskGraph:
     """A maximal set of modules under one annotation: the unit of planning and of error messages.
 
-    index: in module order. kind: "replica" or "split". annotations: outer to inner. modules: names of its topmost modules.
+    index: in module order. kind: "replica" or "split". annotations: outer to inner. modules: its topmost names.
     device: name of its VirtualDevice. num_parameters: whole ones, counted once.
     """
 
@@ -36,7 +36,9 @@ class TaskGraph:
     @property
     def label(self) -> str:
         names = ", ".join(self.modules[:3]) + (", ..." if len(self.modules) > 3 else "")
-        return f"TaskGraph {self.index} ({self.annotations[-1].call if self.annotations else 'wh.replica()'} of '{names}')"
+        return (
+            f"TaskGraph {self.index} ({self.annotations[-1].call if self.annotations else 'wh.replica()'} of '{names}')"
+        )
 
     def option(self, kind: str, name: str, default: object = None) -> object:
         """An option of the innermost annotation of this kind."""

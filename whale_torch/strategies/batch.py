@@ -23,14 +23,16 @@ BatchDim = int | tuple[tuple[str, int | None], ...]
 class BatchReader:
     """Counts the samples in a model's arguments.
 
-    batch_dim: a dim, then the first tensor that has it is read; or (input name, dim or None) pairs, then the inputs
+    batch_dim: a dim, read off the first tensor that has it; or (input name, dim or None) pairs, read off the inputs
     named. A list of tensors under a name counts its items. Where no input has a tensor, every feed weighs the same.
     Raises PlanError for a name that the model's forward does not take.
     """
 
     def __init__(self, model: nn.Module, batch_dim: BatchDim):
         self._dim = batch_dim if isinstance(batch_dim, int) else 0
-        self._named = None if isinstance(batch_dim, int) else tuple((name, dim) for name, dim in batch_dim if dim is not None)
+        self._named = (
+            None if isinstance(batch_dim, int) else tuple((name, dim) for name, dim in batch_dim if dim is not None)
+        )
         self._model_name = type(model).__name__
         if not isinstance(batch_dim, int):
             self._check_names(model, [name for name, _ in batch_dim])
@@ -51,7 +53,7 @@ class BatchReader:
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, hashed: bool) -> Batch:
         """The batch in the arguments of one call. Raises LayoutError where the inputs named disagree."""
         rows, other = self._count_named(args, kwargs) if self._named is not None else self._count_first(args, kwargs)
-        return Batch(rows, digest((args, kwargs)) if hashed else 0, other)
+        return Batch(rows, digest((args, kwargs) if kwargs else args) if hashed else 0, other)
 
     def _count_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
         dim = self._dim
@@ -74,7 +76,8 @@ class BatchReader:
                 found[name] = size
         if not found:
             raise LayoutError(
-                f"{self._model_name} was called without a tensor for any of {[name for name, _ in self._named or ()]}, which count its samples.",
+                f"{self._model_name} was called without a tensor for any of {[name for name, _ in self._named or ()]}, "
+                "which count its samples.",
                 fix="pass one of them, or name another input in wh.replica(batch_dim={...})",
             )
         if len(set(found.values())) > 1:
@@ -91,11 +94,11 @@ def _size(value: Any, dim: int | None) -> int | None:
     return next((t.shape[dim] for t in tensors_in(value) if dim is not None and t.dim() > dim), None)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _multipliers(num_words: int, device: torch.device) -> Tensor:
     """Odd random 64-bit numbers, the same on every rank."""
     generator = torch.Generator().manual_seed(0x5EED)
-    words = torch.randint(-(1 << 63), (1 << 63) - 1, (num_words,), generator=generator)
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (num_words,), generator=generator, device="cpu")
     return (words | 1).to(device)
 
 
@@ -104,15 +107,20 @@ _BLOCK = 1 << 15
 
 def _words(x: Tensor) -> Iterator[Tensor]:
     """The bits of a tensor as 64-bit words, in pieces of one length but the last."""
-    bits = x.detach().contiguous().view(-1).view(torch.uint8)
-    whole = bits.numel() // 8 * 8
-    if whole:
-        body = bits[:whole]
-        yield from (body.clone() if body.storage_offset() % 8 else body).view(torch.int64).split(_BLOCK)
-    if whole < bits.numel():
-        tail = bits.new_zeros(8)
-        tail[: bits.numel() - whole] = bits[whole:]
-        yield tail.view(torch.int64)
+    flat = x.detach().contiguous().view(-1)
+    num_bytes = flat.numel() * flat.element_size()
+    if num_bytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
+        if num_bytes:
+            yield from flat.view(torch.int64).split(_BLOCK)
+        return
+    padded = flat.new_zeros(-(-num_bytes // 8) * 8, dtype=torch.uint8)
+    padded[:num_bytes] = flat.view(torch.uint8)
+    yield from padded.view(torch.int64).split(_BLOCK)
+
+
+@functools.lru_cache(maxsize=256)
+def _form(shape: torch.Size, dtype: torch.dtype) -> int:
+    return zlib.crc32(f"{tuple(shape)} {dtype}".encode())
 
 
 def digest(inputs: Any) -> int:
@@ -125,13 +133,13 @@ def digest(inputs: Any) -> int:
         if not isinstance(leaf, Tensor):
             total = _mix(total, zlib.crc32(repr(leaf).encode()))
             continue
-        total = _mix(total, zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode()))
+        total = _mix(total, _form(leaf.shape, leaf.dtype))
         if leaf.is_meta:  # no bits
             continue
         dense = leaf if leaf.layout is torch.strided else leaf.detach().to_dense()
-        sums = [(words * _multipliers(_BLOCK, words.device)[: words.numel()]).sum() for words in _words(dense)]
-        for value in torch.stack(sums).tolist() if sums else ():
-            total = _mix(total, value)
+        sums = [words.mul(_multipliers(words.numel(), words.device)).sum() for words in _words(dense)]
+        for value in sums if len(sums) < 2 else torch.stack(sums).tolist():
+            total = _mix(total, int(value))
     return total
 
 

@@ -6,19 +6,20 @@ all feeds (docs/design.md 5.3), so their sums over ranks need no factor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from whale_torch.comm.collectives import gather_equal
-from whale_torch.errors import PlanError
+from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.taskgraph import TaskGraph
+from whale_torch.strategies.copies import Replacement
 
 __all__ = ["check_batch_norm", "sync_batch_norm"]
 
@@ -52,18 +53,34 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, float]:
     return mean, var, float(counts.sum())
 
 
+@dataclass(frozen=True, slots=True)
+class _Statistics:
+    """Of each channel over all samples: mean, biased variance, and how many values they are of."""
+
+    mean: Tensor
+    var: Tensor
+    count: float
+    eps: float
+
+
 class _SyncBatchNorm(torch.autograd.Function):
     """x normalised by given statistics that depend on x on every rank of the group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, count: float, eps: float, group: Group) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
-        ctx.count, ctx.group = count, group
-        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, of: _Statistics, group: Group
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, of.mean, (of.var + of.eps).rsqrt())
+        ctx.count, ctx.group = of.count, group
+        return F.batch_norm(x, of.mean, of.var, weight, bias, False, 0.0, of.eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise LossError(
+                "a second derivative (create_graph=True) was asked for through a BatchNorm over all replicas.",
+                fix="take such derivatives without sync_batch_norm, or leave create_graph out",
+            )
         x, weight, mean, inverse = ctx.saved_tensors
         wide_grad = _wide(grad)
         normal = (_wide(x) - _per_channel(mean, x)) * _per_channel(inverse, x)
@@ -71,30 +88,47 @@ class _SyncBatchNorm(torch.autograd.Function):
         total = gather_equal(mine, ctx.group, name="batch norm's backward").sum(0) / max(ctx.count, 1.0)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         out = _per_channel(scale, x) * (wide_grad - _per_channel(total[0], x) - normal * _per_channel(total[1], x))
-        weight_grad, bias_grad = (None, None) if weight is None else (mine[1].to(weight.dtype), mine[0].to(weight.dtype))
-        return out.to(x.dtype), weight_grad, bias_grad, None, None, None, None, None
+        if weight is None:
+            return out.to(x.dtype), None, None, None, None
+        return out.to(x.dtype), mine[1].to(weight.dtype), mine[0].to(weight.dtype), None, None
 
 
-class _Synced(_BatchNorm):
-    """What the three classes below have in common. _group: one rank of each feed."""
+class _Synced(Replacement, nn.Module):
+    """What the three classes below put before torch's. _group: one rank of each feed."""
 
+    _added = ("_group",)
     _group: Group
+    _check_input_dim: Callable[[Tensor], None]
+    weight: nn.Parameter
+    bias: nn.Parameter
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    track_running_stats: bool
+    momentum: float | None
+    eps: float
 
     def _get_name(self) -> str:
         return type(self).__name__.removeprefix("Synced")
 
     def forward(self, input: Tensor) -> Tensor:
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
-            return super().forward(input)
+            known: Tensor = super().forward(input)
+            return known
         with torch.no_grad():
             mean, var, count = _statistics(input, self._group)
         if count == 1.0:
-            raise ValueError(f"Expected more than 1 value per channel when training, got 1 on all ranks together, here {tuple(input.shape)}")
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got 1 on all ranks, here {tuple(input.shape)}"
+            )
         if self.training and self.track_running_stats:
             self._track(mean, var, count)
         dtype = _wide(input).dtype
-        out: Tensor = _SyncBatchNorm.apply(input, self.weight, self.bias, mean.to(dtype), var.to(dtype), count, self.eps, self._group)
+        statistics = _Statistics(mean.to(dtype), var.to(dtype), count, self.eps)
+        out: Tensor = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, statistics, self._group
+        )
         return out
 
     @torch.no_grad()
@@ -102,7 +136,9 @@ class _Synced(_BatchNorm):
         """Running statistics as one process has them: of the unbiased variance of the whole batch."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None and self.num_batches_tracked is not None else self.momentum or 0.0
+        factor = self.momentum or 0.0
+        if self.momentum is None and self.num_batches_tracked is not None:
+            factor = 1.0 / float(self.num_batches_tracked)
         if self.running_mean is not None and self.running_var is not None and count:
             unbiased = var * (count / (count - 1))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
@@ -128,16 +164,21 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def _asked(model: nn.Module, plan: Plan) -> list[tuple[TaskGraph, list[tuple[str, _BatchNorm]]]]:
+def _is_batch_norm(module: nn.Module) -> bool:
+    """Also one of the user's own: torch's common base has no public name."""
+    return any(kind.__name__ == "_BatchNorm" for kind in type(module).__mro__)
+
+
+def _asked(model: nn.Module, plan: Plan) -> list[tuple[TaskGraph, list[tuple[str, nn.Module]]]]:
     """TaskGraphs with wh.replica(sync_batch_norm=True), and their BatchNorms by name."""
     graphs = [g for g in plan.taskgraphs if g.kind == "replica" and g.option("replica", "sync_batch_norm", False)]
     roots = {name: graph.index for graph in plan.taskgraphs for name in graph.modules}
-    found: dict[int, list[tuple[str, _BatchNorm]]] = {graph.index: [] for graph in graphs}
+    found: dict[int, list[tuple[str, nn.Module]]] = {graph.index: [] for graph in graphs}
     for name, module in model.named_modules():
         above = name
         while above not in roots:
             above = above.rpartition(".")[0]
-        if isinstance(module, _BatchNorm) and roots[above] in found:
+        if _is_batch_norm(module) and roots[above] in found:
             found[roots[above]].append((name, module))
     return [(graph, found[graph.index]) for graph in graphs]
 
@@ -155,7 +196,9 @@ def check_batch_norm(model: nn.Module, plan: Plan) -> None:
     if asked and not any(members for _, members in asked):
         graph = asked[0][0]
         raise PlanError(
-            f"{graph.label}: sync_batch_norm=True, but it holds no BatchNorm.", where=graph.site, fix="leave sync_batch_norm out"
+            f"{graph.label}: sync_batch_norm=True, but it holds no BatchNorm.",
+            where=graph.site,
+            fix="leave sync_batch_norm out",
         )
 
 

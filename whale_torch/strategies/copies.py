@@ -3,48 +3,58 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from whale_torch.comm.registry import refuse_to_write
 from whale_torch.strategies.state_hooks import first_cut
 
-__all__ = ["deep_copied", "pickled_as", "shallow_copied"]
+__all__ = ["Replacement"]
 
 
-def pickled_as(module: nn.Module, base: type[nn.Module], dropped: tuple[str, ...]) -> tuple[Any, ...]:
-    """What __reduce_ex__ returns so that a file holds a plain module of class `base`, without the attributes `dropped`.
+class Replacement:
+    """Comes first among the bases of a class that a strategy gives to a module in place of its own.
 
-    A base that a strategy made names the class it replaced by `_base()`. Raises CheckpointError where something is cut.
+    _added: attributes that a plain module of the same kind does not have; a pickle leaves them out.
     """
-    while hasattr(base, "_base"):
-        base = base._base()
-    place = first_cut(module)
-    if place is not None:
-        raise refuse_to_write(place)
-    # protocol 1's form: from 2 on, pickle insists that the object is of the class it names
-    reduced: tuple[Any, ...] = tuple(object.__reduce_ex__(module, 1))
-    make, (_, *arguments), state = reduced
-    return make, (base, *arguments), {key: value for key, value in state.items() if key not in dropped}
 
+    _added: ClassVar[tuple[str, ...]] = ()
 
-def deep_copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of the same class; what runs on ranks decides for itself how it is copied (Group, Region, Runtime)."""
-    copied: nn.Module = type(module).__new__(type(module))
-    memo[id(module)] = copied
-    return _filled(copied, copy.deepcopy(_state(module), memo))
+    @classmethod
+    def _base(cls) -> type:
+        """The class that the module had before any strategy."""
+        return next(base for base in cls.__mro__ if not issubclass(base, Replacement))
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A plain module of the class it had, which needs no process group.
 
-def shallow_copied(module: nn.Module) -> nn.Module:
-    """As copy.copy of any module: the same parameters and members under a second object."""
-    return _filled(type(module).__new__(type(module)), _state(module))
+        Raises CheckpointError where a parameter inside is cut.
+        """
+        assert isinstance(self, nn.Module)
+        place = first_cut(self)
+        if place is not None:
+            raise refuse_to_write(place)
+        make, (_, *arguments), state = self._parts()
+        dropped = {name for base in type(self).__mro__ for name in vars(base).get("_added", ())}
+        return make, (self._base(), *arguments), {key: v for key, v in state.items() if key not in dropped}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the same class; what lives on ranks says itself how it is copied (Group, Region, Runtime)."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        return copied._filled(copy.deepcopy(self._parts()[2], memo))
 
-def _state(module: nn.Module) -> Any:
-    return tuple(object.__reduce_ex__(module, 2))[2]
+    def __copy__(self) -> Any:
+        return type(self).__new__(type(self))._filled(self._parts()[2])
 
+    def _parts(self) -> tuple[Any, Any, Any]:
+        # protocol 1's form: from 2 on, pickle insists that the object is of the class it names
+        reduced: tuple[Any, ...] = tuple(object.__reduce_ex__(self, 1))
+        make, arguments, state = reduced
+        return make, arguments, state
 
-def _filled(module: nn.Module, state: Any) -> nn.Module:
-    module.__setstate__(state)  # type: ignore[no-untyped-call]
-    return module
+    def _filled(self, state: Any) -> Any:
+        assert isinstance(self, nn.Module)
+        self.__setstate__(state)  # type: ignore[no-untyped-call]
+        return self

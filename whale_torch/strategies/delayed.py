@@ -15,7 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from whale_torch.ops.precision import autocast_dtype
 
-__all__ = ["Delay", "delayed_linear"]
+__all__ = ["MIN_ELEMENTS", "Delay", "delayed_linear"]
+
+MIN_ELEMENTS = 1 << 20
+"""Elements of a weight from which its gradient takes longer than what it costs to put it off."""
 
 
 class _Old(torch.autograd.Function):
@@ -41,7 +44,9 @@ class _Old(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, left: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, left: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.left = left
         return F.linear(x, weight, bias)
@@ -55,7 +60,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Now(torch.autograd.Function):
-    """F.linear that keeps for backward what `_Linear` keeps: a recomputation outside the model's forward has no delay."""
+    """F.linear that keeps what `_Linear` keeps for backward: a recomputation after the forward has no delay."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,17 +81,19 @@ class Delay:
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self._left: list[tuple[Tensor, Tensor]] = []
-        self._token = _Old.apply(weight, bias, self._left)
+        self._token = _Old.apply(weight, bias, self._left)  # type: ignore[no-untyped-call]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """F.linear of x [N, D] whose weight and bias gradients come at the end of backward."""
-        out: Tensor = _Linear.apply(x, weight.detach(), None if bias is None else bias.detach(), self._token, self._left)
+        out: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            x, weight.detach(), None if bias is None else bias.detach(), self._token, self._left
+        )
         return out
 
 
 def delayed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, delay: Delay | None) -> Tensor:
     """F.linear of x [N, D], delayed where a delay was made and nothing casts in between."""
-    if not torch.is_grad_enabled() or autocast_dtype(x.device):
+    if weight.numel() < MIN_ELEMENTS or not torch.is_grad_enabled() or autocast_dtype(x.device):
         return F.linear(x, weight, bias)
-    out: Tensor = _Now.apply(x, weight, bias) if delay is None else delay.linear(x, weight, bias)
+    out: Tensor = _Now.apply(x, weight, bias) if delay is None else delay.linear(x, weight, bias)  # type: ignore[no-untyped-call]
     return out

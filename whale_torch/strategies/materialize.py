@@ -16,6 +16,7 @@ __all__ = ["InitFunction", "check_can_materialize", "is_meta", "materialize"]
 
 InitFunction = Callable[[nn.Module], None]
 Cuts = dict[str, tuple[Shard, int]]
+Member = tuple[str, Tensor]
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -42,18 +43,26 @@ def check_can_materialize(model: nn.Module, init_fn: InitFunction | None, given:
 
 
 def materialize(
-    model: nn.Module, cuts: Cuts, *, seed: int, init_fn: InitFunction | None, given: Collection[str] = ()
+    model: nn.Module,
+    cuts: Cuts,
+    *,
+    seed: int,
+    init_fn: InitFunction | None,
+    given: Collection[str] = (),
+    any_rank: Callable[[bool], bool] = bool,
 ) -> None:
     """Gives every meta parameter and buffer its initial values; at most one module's tensors are whole at a time.
 
     cuts: by a parameter's first name, its shard and this rank's number among the parts. Members come first, since a
-    container's reset may overwrite theirs (nn.MultiheadAttention); a tied parameter is drawn where it is named first. init_fn(module) replaces reset_parameters() where a
-    model has an initialiser of its own; it is called on every module that holds meta tensors, containers included.
-    given: names whose memory is only made, since their values come from a state dict.
+    container's reset may overwrite theirs (nn.MultiheadAttention); a tied parameter is drawn where it is named first.
+    init_fn(module) replaces reset_parameters() where a model has an initialiser of its own; it is called on every
+    module that holds meta tensors, containers included. A container that draws values of its members (GPT-2's blocks)
+    is whole while it does. given: names whose memory is only made, since their values come from a state dict.
+    any_rank: whether a flag is set on some rank.
     Raises PlanError, with the model as it was, where an initialiser leaves a tensor unset, replaces a parameter, or
-    changes what it must not: values of a member that is cut already, or that had memory before.
+    changes values of a member that had memory before or is tied to what lies elsewhere.
     """
-    run = _Materialize(model, cuts, seed, init_fn, given)
+    run = _Materialize(model, cuts, seed, init_fn, given, any_rank)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             for name, module in reversed(list(model.named_modules())):
@@ -66,13 +75,22 @@ def materialize(
 class _Materialize:
     """One pass over a model, and what it takes to go back."""
 
-    def __init__(self, model: nn.Module, cuts: Cuts, seed: int, init_fn: InitFunction | None, given: Collection[str]):
-        self.cuts, self.seed, self.init_fn, self.given = cuts, seed, init_fn, given
+    def __init__(
+        self,
+        model: nn.Module,
+        cuts: Cuts,
+        seed: int,
+        init_fn: InitFunction | None,
+        given: Collection[str],
+        any_rank: Callable[[bool], bool],
+    ):
+        self.cuts, self.seed, self.init_fn, self.given, self.any_rank = cuts, seed, init_fn, given, any_rank
         self.first = _first_names(model)
         self.had_memory = {id(p) for p in model.parameters() if not p.is_meta}
         self._around: set[str] = set()  # containers of modules that were initialised
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._held: list[tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, Tensor | None]]] = []
+        self._whole: dict[int, nn.Parameter] | None = None  # what is cut later, while a container is whole
 
     def visit(self, name: str, module: nn.Module) -> None:
         self._held.append((module, dict(module._parameters), dict(module._buffers)))
@@ -82,8 +100,29 @@ class _Materialize:
             if _is_fresh(t, full, self.first) and full in self.given:
                 self._make(module, key, name, whole=False)
         if fresh or (self.init_fn is not None and name in self._around):
-            self._initialise(name, module, fresh)
             self._around.update(_containers(name))
+            if self._initialise(name, module, fresh):
+                self._again(name, module)
+
+    def _again(self, name: str, container: nn.Module) -> None:
+        """Initialises a container that draws values of cut members once more, with all of it whole."""
+        inside = list(container.named_modules(prefix=name))
+        self._give_back({id(p) for p in container.parameters()}, {id(module) for _, module in inside})
+        self._whole = {}
+        for member, module in reversed(inside):
+            self.visit(member, module)
+        cut_now, self._whole = self._whole, None
+        for parameter in cut_now.values():
+            self._cut(parameter)
+
+    def _cut(self, parameter: nn.Parameter) -> None:
+        cut = self.cuts.get(self.first[id(parameter)])
+        if cut is None:
+            return
+        if self._whole is not None:
+            self._whole[id(parameter)] = parameter
+        else:
+            parameter.data = cut[0].cut(parameter.data, cut[1])
 
     def _make(self, module: nn.Module, key: str, name: str, *, whole: bool) -> None:
         """Memory for one meta tensor, of its whole shape or of this rank's part."""
@@ -100,15 +139,16 @@ class _Materialize:
         real = nn.Parameter(data, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)  # swapping takes a user's marks along
         try:
-            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            torch.utils.swap_tensors(parameter, real)
         except RuntimeError as error:
             raise PlanError(
                 f"parameter '{_full(name, key)}' on the meta device cannot be given memory: {error}",
-                fix="call wh.parallelize before anything keeps a weak reference to the parameters, or a graph over them",
+                fix="call wh.parallelize before anything keeps a weak reference to the parameters or a graph over them",
             ) from error
         self._swapped.append((parameter, real))
 
-    def _initialise(self, name: str, module: nn.Module, fresh: list[str]) -> None:
+    def _initialise(self, name: str, module: nn.Module, fresh: list[str]) -> bool:
+        """Whether it has to be done again with the whole module, since it drew values of cut members."""
         kept = self._shield(module, fresh)
         for key in fresh:
             self._make(module, key, name, whole=True)
@@ -117,16 +157,37 @@ class _Materialize:
         members = list(self._members(name, module))
         hashes = [_hash(t) for _, t in members]
         how = self._run(name, module)
-        _check_members(f"{how} of module '{name}' ({type(module).__name__})", members, hashes)
+        changed = [member for member, value in zip(members, hashes, strict=True) if _hash(member[1]) != value]
+        if self._draws_cut_members(f"{how} of module '{name}' ({type(module).__name__})", members, changed):
+            return True
         for key, made in before.items():
             self._check_set(how, name, module, key, made, versions[key])
         for key, t in kept.items():
             (module._parameters if key in module._parameters else module._buffers)[key] = t  # type: ignore[assignment]
         for key in fresh:
             parameter = module._parameters.get(key)
-            cut = None if parameter is None else self.cuts.get(self.first[id(parameter)])
-            if parameter is not None and cut is not None:
-                parameter.data = cut[0].cut(parameter.data, cut[1])
+            if parameter is not None:
+                self._cut(parameter)
+        return False
+
+    def _draws_cut_members(self, how: str, members: list[Member], changed: list[Member]) -> bool:
+        """Whether values that depend on the layout were written; constants do not. Parts may be empty: ask all ranks.
+
+        Raises PlanError where no second run can help.
+        """
+        fix = "initialise every parameter in the module that owns it, or build the model with memory"
+        for member, t in changed:
+            if id(t) in self.had_memory:
+                raise PlanError(f"{how} changes '{member}' of a member, which had values before.", fix=fix)
+        is_cut = {id(t) for _, t in members if self.first[id(t)] in self.cuts}
+        if not is_cut:
+            return False
+        drawn = [member for member, t in changed if id(t) in is_cut and not _is_constant(t)]
+        if not self.any_rank(bool(drawn)):
+            return False
+        if self._whole is not None:
+            raise PlanError(f"{how} changes {drawn or 'parameters'} of members, which lie elsewhere too.", fix=fix)
+        return True
 
     def _check_set(self, how: str, name: str, module: nn.Module, key: str, made: Tensor, version: int) -> None:
         """Raises PlanError where an initialiser replaced a parameter or left a tensor unset."""
@@ -162,32 +223,33 @@ class _Materialize:
                 module._buffers[key] = t.clone()
         return kept
 
-    def _members(self, name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of members that an initialiser must leave alone."""
+    def _members(self, name: str, module: nn.Module) -> list[Member]:
+        """Parameters of members whose values an initialiser must leave alone."""
+        found: list[Member] = []
         for key, parameter in module.named_parameters(prefix=name):
-            known = self.first.get(id(parameter))
-            if known is not None and key.rpartition(".")[0] != name:
-                if not parameter.is_meta and (known in self.cuts or id(parameter) in self.had_memory):
-                    yield key, parameter
+            known = self.first.get(id(parameter))  # None: a throwaway
+            if known is None or key.rpartition(".")[0] == name or parameter.is_meta or known in self.given:
+                continue
+            whole_now = self._whole is not None and id(parameter) in self._whole
+            if id(parameter) in self.had_memory or (known in self.cuts and not whole_now):
+                found.append((key, parameter))
+        return found
+
+    def _give_back(self, parameters: Collection[int] | None = None, modules: Collection[int] | None = None) -> None:
+        """Gives parameters and modules (all by default) back as they were."""
+        for parameter, real in reversed(self._swapped):
+            if parameters is None or id(parameter) in parameters:
+                torch.utils.swap_tensors(parameter, real)
+        self._swapped = [pair for pair in self._swapped if parameters is not None and id(pair[0]) not in parameters]
+        for module, held, buffers in self._held:
+            if modules is None or id(module) in modules:
+                module._parameters.update(held)
+                module._buffers.update(buffers)
+        self._held = [entry for entry in self._held if modules is not None and id(entry[0]) not in modules]
 
     def undo(self) -> None:
-        """Gives every parameter and buffer back as it was."""
-        for parameter, real in reversed(self._swapped):
-            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
-        for module, parameters, buffers in self._held:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
-
-
-def _check_members(how: str, members: list[tuple[str, Tensor]], hashes: list[int]) -> None:
-    """Raises PlanError where an initialiser changed what belongs to a member, but to a constant."""
-    for (member, t), value in zip(members, hashes, strict=True):
-        if _hash(t) != value and not _is_constant(t):
-            raise PlanError(
-                f"{how} changes '{member}' of a member, which is cut or had memory already; "
-                "its values would depend on the layout.",
-                fix="initialise every parameter in the module that owns it, or build the model with memory",
-            )
+        """Gives the model back as it was."""
+        self._give_back()
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whale_torch.errors import LayoutError
 
-__all__ = ["leaves_in", "map_tensors", "tensors_in"]
+__all__ = ["PARTS", "leaves_in", "map_tensors", "tensors_in"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size)
 _CLOSED = (
@@ -23,6 +23,9 @@ _CLOSED = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, range, slice),
 )  # fmt: skip
 """What holds no output of a forward, or keeps it to itself."""
+PARTS = "_whale_parts"
+"""An attribute of objects whose tensors are this rank's parts only: no input that ranks could compare."""
+
 _SEQUENCES = (tuple, list, Set, ValuesView, deque)
 
 
@@ -40,7 +43,10 @@ def _leaves(value: Any, above: frozenset[int], plain: bool) -> Iterator[Any]:
     if isinstance(value, Tensor) or (plain and isinstance(value, _PLAIN)):
         yield value
         return
-    if isinstance(value, (*_PLAIN, *_CLOSED)) or id(value) in above:
+    if isinstance(value, (*_PLAIN, *_CLOSED)) or id(value) in above or PARTS in getattr(value, "__dict__", {}):
+        return
+    if type(value) is tuple and all(isinstance(item, Tensor) for item in value):
+        yield from value
         return
     inside = above | {id(value)}
     if isinstance(value, Mapping):
@@ -56,18 +62,22 @@ def _leaves(value: Any, above: frozenset[int], plain: bool) -> Iterator[Any]:
 def _fields(value: Any) -> dict[str, Any]:
     """The attributes of an object that are its own."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+        return {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+        }
     slots = [name for kind in type(value).__mro__ for name in _slot_names(kind)]
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | dict(getattr(value, "__dict__", {}))
 
 
 def _slot_names(kind: type) -> tuple[str, ...]:
     names = kind.__dict__.get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    return (
+        (names,) if isinstance(names, str) else tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+    )
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with each tensor changed: containers and objects keep their types, and stay as they are if nothing changed.
+    """The same nest with each tensor changed; containers and objects keep their types, and stay if nothing changed.
 
     Raises LayoutError for an iterator, and for a set, deque or view with tensors: they would miss their weight.
     """

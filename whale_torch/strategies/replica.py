@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from whale_torch.comm.collectives import broadcast_copy
 from whale_torch.comm.gradients import GradientReducer
 from whale_torch.comm.reducer import Reducer
-from whale_torch.comm.reduction import Reduction, TwoLevels
+from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
 from whale_torch.comm.sparse_reducer import SparseReducer
 from whale_torch.mesh import Group, Mesh
@@ -73,28 +73,7 @@ def _sparse_parameters(model: nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
 
 
-def _reduction(
-    reduce: Reduce, blocks: Blocks, dtype: torch.dtype, plan: Plan, mesh: Mesh, channel: str
-) -> Reduction:
-    copies = mesh.group(f"copies of {reduce.device}", blocks, channel=channel)
-    levels = None
-    if reduce.algorithm == "hierarchical":
-        inside, between = two_levels(blocks, plan)
-        levels = TwoLevels(
-            mesh.group("copies inside a node", inside, channel=channel),
-            mesh.group("copies between nodes", between, channel=channel),
-        )
-    return Reduction(copies, getattr(torch, reduce.wire) if reduce.wire else dtype.to_real(), levels=levels)
-
-
-def two_levels(copies: Blocks, plan: Plan) -> tuple[Blocks, Blocks]:
-    """The blocks of ranks inside nodes, and of ranks at the same place on all nodes."""
-    inside: list[tuple[int, ...]] = []
-    between: list[tuple[int, ...]] = []
-    for block in copies:
-        nodes: dict[int, list[int]] = {}
-        for rank in block:
-            nodes.setdefault(plan.cluster.node_of(rank), []).append(rank)
-        inside += [tuple(ranks) for ranks in nodes.values()]
-        between += [tuple(ranks) for ranks in zip(*nodes.values(), strict=True)]
-    return tuple(inside), tuple(between)
+def _reduction(reduce: Reduce, blocks: Blocks, dtype: torch.dtype, plan: Plan, mesh: Mesh, channel: str) -> Reduction:
+    join = mesh.two_levels if reduce.algorithm == "hierarchical" else mesh.group
+    copies = join(f"copies of {reduce.device}", blocks, channel=channel)
+    return Reduction(copies, getattr(torch, reduce.wire) if reduce.wire else dtype.to_real(), levels=copies.levels)

@@ -1,4 +1,4 @@
-"""The model's own class after parallelize: the same name, the same signature, a forward that counts rows and weighs outputs."""
+"""The model's own class after parallelize: same name, same signature, a forward that counts rows and weighs outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from whale_torch.comm.region import refuse_compile
-from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
+from whale_torch.strategies.copies import Replacement
 from whale_torch.strategies.runtime import KEY, Runtime, runtime_of
 from whale_torch.strategies.state_hooks import refuse_assign
 
@@ -30,9 +30,6 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
         """As whale_torch.no_sync(model)."""
         return runtime_of(self, "no_sync").no_sync()
 
-    def reduce_ex(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        return pickled_as(self, base, (KEY, "_region", "_cut", "_options", "_delay"))
-
     @functools.wraps(base.load_state_dict)
     def load_state_dict(
         self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False, **options: Any
@@ -45,11 +42,12 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
         return base._get_name(self) if base._get_name is not nn.Module._get_name else base.__name__
 
     body = {
-        "forward": torch.compiler.disable(forward, recursive=False), "no_sync": no_sync, "_get_name": get_name, "load_state_dict": load_state_dict,
-        "__reduce_ex__": reduce_ex, "__deepcopy__": deep_copied, "__copy__": shallow_copied,
+        "forward": torch.compiler.disable(forward, recursive=False), "no_sync": no_sync, "_get_name": get_name,
+        "load_state_dict": load_state_dict, "_added": (KEY,),
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
-    root: type[nn.Module] = type(base.__name__, (base,), body)
+    bases = (base,) if issubclass(base, Replacement) else (Replacement, base)
+    root: type[nn.Module] = type(base.__name__, bases, body)
     return root
 
 
@@ -57,4 +55,4 @@ def make_root(model: nn.Module, runtime: Runtime) -> None:
     """Lets the model's forward run under its runtime, which torch.compile leaves out: it compiles the model's own."""
     torch.compiler.assume_constant_result(refuse_compile)
     model.__dict__[KEY] = runtime
-    model.__class__ = _root_class(type(model))
+    model.__class__ = _root_class(type(model))  # type: ignore[arg-type]

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from whale_torch.comm.call import Anchor, Call, Trained, deliver
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain
-from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.drift import note_gradients
 from whale_torch.comm.gradients import GradientReducer, Gradients
+from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import GatherRecord, Plan
+from whale_torch.strategies import delayed
 from whale_torch.strategies.batch import BatchReader
-from whale_torch.strategies.delayed import Delay
 from whale_torch.strategies.outputs import map_tensors
 from whale_torch.strategies.split_linear import ColumnLinear
 from whale_torch.strategies.state_hooks import cut_places
@@ -45,7 +45,7 @@ class CopiedRuntime:
         def leave(x: Tensor) -> Tensor:
             x = x.rows() if isinstance(x, Columns) else x
             if trained and x.requires_grad:
-                x.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+                x.register_hook(_refuse_gradient)
             return x
 
         return map_tensors(forward(model, *args, **kwargs), leave)
@@ -73,14 +73,16 @@ class Runtime:
         self.plan, self.mesh, self.regions, self._make_reducers = plan, mesh, regions, make_reducers
         self.call: Call | None = None
         self._counts_group = mesh.everyone(channel="row counts")
-        self._delayed = [m for m in model.modules() if isinstance(m, ColumnLinear)]
+        self._delayed = [
+            m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
+        ]
         self._watched = [(name, owner, key, p) for name, owner, key, p in _owners(model)]
         self._trained = [p.requires_grad for _, _, _, p in self._watched]
         self._trained_code = Trained(self._trained)
         self.gradients = self._make_gradients()
         self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
-        self._alone = mesh.world == 1 and not regions
+        self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
         return CopiedRuntime(self.plan, self.regions)
@@ -90,18 +92,21 @@ class Runtime:
 
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward of the whole model: rows counted, outputs weighed and reducers armed by them."""
-        if self._alone or self.call is not None:  # one process; or the model calls itself
+        if self.call is not None:  # the model calls itself
             return forward(model, *args, **kwargs)
         grad = torch.is_grad_enabled()
         training = model.training and grad
+        if self.mesh.world == 1 or (not grad and self.plan.feed_size == 1):  # no weights and nothing to average
+            out = forward(model, *args, **kwargs)
+            if not self.regions:
+                return out
+            self._end()
+            return self._leave(out, None, training)
         if grad:
             self._check_parameters()
-        if not grad and self.plan.feed_size == 1:
-            out = forward(model, *args, **kwargs)
-            return self._leave(out, None, training) if self.regions else out
         call = self._begin(args, kwargs)
         try:
-            if grad and self.plan.num_feeds > 1:
+            if grad and self._seeks_losses:
                 with TrueMeanLoss(call, self._counts_group):
                     out = forward(model, *args, **kwargs)
             else:
@@ -113,12 +118,14 @@ class Runtime:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         plan = self.plan
         batch = self._reader.read(args, kwargs, hashed=plan.feed_size > 1)
-        self.call = Call(self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum")
+        self.call = Call(
+            self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum"
+        )
         for region in self.regions:
             region.call = self.call
         for layer in self._delayed:
             if torch.is_grad_enabled() and layer.weight.requires_grad:
-                layer._delay = Delay(layer.weight, layer.bias)
+                layer.__dict__["_delay"] = delayed.Delay(layer.weight, layer.bias)
         return self.call
 
     def _end(self) -> None:
@@ -127,7 +134,7 @@ class Runtime:
             region.call = None
             region.forget()
         for layer in self._delayed:
-            layer._delay = None
+            layer.__dict__["_delay"] = None
 
     def _leave(self, out: Any, call: Call | None, training: bool) -> Any:
         def one(x: Tensor) -> Tensor:
@@ -140,7 +147,11 @@ class Runtime:
         return one(out) if isinstance(out, Tensor) else map_tensors(out, one)
 
     def _make_gradients(self) -> Gradients:
-        cut = [p for _, _, _, p in self._watched if (place := place_of(p)) and place.parts is not None and place.parts.size > 1]
+        cut = [
+            p
+            for _, _, _, p in self._watched
+            if (place := place_of(p)) and place.parts is not None and place.parts.size > 1
+        ]
         return Gradients(self._make_reducers(), then=functools.partial(note_gradients, cut) if cut else None)
 
     @contextlib.contextmanager
@@ -159,7 +170,8 @@ class Runtime:
             if owner._parameters.get(key) is not parameter:
                 raise PlanError(
                     f"parameter '{name}' was replaced after wh.parallelize; its gradient would not be averaged.",
-                    fix="change values in place (parameter.data.copy_(...), load_state_dict), or replace it before wh.parallelize",
+                    fix="change values in place (parameter.data.copy_(...), load_state_dict), "
+                    "or replace it before wh.parallelize",
                 )
             if parameter.requires_grad is not self._trained[i]:
                 self._trained[i] = parameter.requires_grad
@@ -194,6 +206,14 @@ def _deliver_columns(x: Columns, call: Call) -> Columns:
     return out
 
 
+def _may_call_losses(model: nn.Module) -> bool:
+    """Whether a loss function may run inside: torch's own modules call none, but for its loss modules."""
+    ours = ("torch.nn.", "whale_torch.")
+    losses = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
+    kinds = {type(module).__module__ for module in model.modules()}
+    return any(kind in losses or not kind.startswith(ours) for kind in kinds)
+
+
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -206,7 +226,8 @@ def runtime_of(model: nn.Module, what: str) -> Runtime:
     runtime = model.__dict__.get(KEY)
     if not isinstance(runtime, Runtime):
         raise PlanError(
-            f"{what} needs a parallelized model, got {type(model).__name__}" + (" (a copy of one)." if runtime is not None else "."),
+            f"{what} needs a parallelized model, got {type(model).__name__}"
+            + (" (a copy of one)." if runtime is not None else "."),
             fix="model = wh.parallelize(model) first",
         )
     return runtime
@@ -214,4 +235,6 @@ def runtime_of(model: nn.Module, what: str) -> Runtime:
 
 def is_parallelized(model: nn.Module) -> bool:
     """Whether a model, a member of it, or what it belongs to went through parallelize, or is a copy of such a one."""
-    return any(KEY in m.__dict__ or cut_places(m) for m in model.modules()) or any(place_of(p) for p in model.parameters())
+    return any(KEY in m.__dict__ or cut_places(m) for m in model.modules()) or any(
+        place_of(p) for p in model.parameters()
+    )

@@ -43,8 +43,8 @@ def groups_of(plan: Plan, mesh: Mesh, device_name: str) -> tuple[Group, Group, G
     """columns, rows, twins, copies of a VirtualDevice; made in one order on all ranks."""
     device = plan.device(device_name)
     return (
-        mesh.group(f"{device_name} columns", device.columns),
-        mesh.group(f"{device_name} rows", device.rows),
+        mesh.two_levels(f"{device_name} columns", device.columns),
+        mesh.two_levels(f"{device_name} rows", device.rows),
         mesh.group(f"{device_name} twins", device.twins),
         mesh.group(f"{device_name} copies", device.copies),
     )
@@ -80,7 +80,9 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
     for name, cut in cuts.items():
         parameter = parameters[name]
         if tuple(parameter.shape) == cut.shard.shape and tuple(parameter.shape) != cut.shard.local_shape(cut.index):
+            grad, parameter.grad = parameter.grad, None
             parameter.data = cut.shard.cut(parameter.data, cut.index)
+            parameter.grad = None if grad is None else cut.shard.cut(grad, cut.index)
         set_place(parameter, ParameterPlace(name, cut.copies, cut.shard, cut.parts, cut.site, mesh.everyone()))
     graph_of = {name: graph for graph in plan.taskgraphs for name in graph.modules}
     regions: dict[int, Region] = {}
@@ -88,7 +90,7 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
         graph = graph_of[_root_of(decided.module, graph_of)]
         if graph.index not in regions:
             groups = groups_of(plan, mesh, graph.device)
-            headers = mesh.group(f"{graph.device} headers", plan.device(graph.device).columns, channel="headers")
+            headers = mesh.two_levels(f"{graph.device} headers", plan.device(graph.device).columns, channel="headers")
             strict = graph.option("split", "gather") == "error"
             regions[graph.index] = Region(f"{graph.label} at {graph.site}", *groups, headers=headers, strict=strict)
         module = modules[decided.module]

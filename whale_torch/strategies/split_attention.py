@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class HeadAttention(SplitModule, nn.MultiheadAttention):
         else:
             out = _attend(q, k, v, masks.merged(q.dtype), probability, masks.causal, self._region).transpose(1, 2)
         part = F.linear(out.reshape(*out.shape[:2], self._width * self.head_dim), self.out_proj.weight)
-        own: Tensor = Leave.apply(part, masks.counts, self._region)
+        own: Tensor = Leave.apply(part, masks.counts, self._region)  # type: ignore[no-untyped-call]
         if self.out_proj.bias is not None:
             own = own + self.out_proj.bias
         own = own if self.batch_first else own.transpose(0, 1)
@@ -62,27 +63,30 @@ class HeadAttention(SplitModule, nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[N, L, E] -> queries, keys, values of this rank's heads [N, h, L, d]."""
-        if self.in_proj_weight is not None:
-            matrices = self.in_proj_weight.chunk(3) if self._width else (self.in_proj_weight,) * 3
+        packed = self._parameters.get("in_proj_weight")
+        if packed is not None:
+            matrices: tuple[Tensor, ...] = packed.chunk(3) if self._width else (packed,) * 3
         else:
             matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases: tuple[Tensor | None, ...] = (None,) * 3
         if self.in_proj_bias is not None:
             biases = self.in_proj_bias.chunk(3) if self._width else (self.in_proj_bias,) * 3
-        found = [
-            F.linear(x, weight, bias).view(x.shape[0], x.shape[1], self._width, self.head_dim).transpose(1, 2)
-            for x, weight, bias in zip((query, key, value), matrices, biases, strict=True)
-        ]
+        found = []
+        for x, weight, bias in zip((query, key, value), matrices, biases, strict=True):
+            heads = F.linear(x, weight, bias).view(x.shape[0], x.shape[1], self._width, self.head_dim)
+            found.append(heads.transpose(1, 2))
         return found[0], found[1], found[2]
 
     def _own_weights(self, weights: Tensor, counts: tuple[int, ...], average: bool) -> Tensor:
         """[N, h, L, S] -> own samples, all heads or their mean."""
         if average:
-            mean: Tensor = Leave.apply(weights.sum(1) / self.num_heads, counts, self._region)
+            mean: Tensor = Leave.apply(weights.sum(1) / self.num_heads, counts, self._region)  # type: ignore[no-untyped-call]
             return mean
         pixels = weights.shape[2] * weights.shape[3]
         widths = tuple(width * pixels for width in self._cut.widths)
-        flat: Tensor = ColumnsToRows.apply(weights.reshape(weights.shape[0], self._width * pixels), counts, widths, self._region)
+        flat: Tensor = ColumnsToRows.apply(  # type: ignore[no-untyped-call]
+            weights.reshape(weights.shape[0], self._width * pixels), counts, widths, self._region
+        )
         return flat.view(-1, self.num_heads, *weights.shape[2:])
 
 
@@ -95,12 +99,15 @@ def _attend(
         return F.scaled_dot_product_attention(q, k, v, mask, probability, causal)
 
 
-def _check_inputs(module: HeadAttention, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+def _check_inputs(
+    module: HeadAttention, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
+) -> None:
     label = module._cut.module
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.is_nested or x.dim() != 3:
             raise LayoutError(
-                f"split MultiheadAttention '{label}' got a {'nested' if x.is_nested else f'{x.dim()}-dimensional'} {name}; it takes batches of 3 dimensions.",
+                f"split MultiheadAttention '{label}' got a {'nested' if x.is_nested else f'{x.dim()}-dimensional'} "
+                f"{name}; it takes batches of 3 dimensions.",
                 fix="add a batch dimension: x.unsqueeze(0 if batch_first else 1); pad nested tensors",
             )
     if is_causal and attn_mask is None:
@@ -108,7 +115,8 @@ def _check_inputs(module: HeadAttention, query: Tensor, key: Tensor, value: Tens
     samples = 0 if module.batch_first else 1
     if key.shape[:2] != value.shape[:2] or query.shape[samples] != key.shape[samples]:
         raise LayoutError(
-            f"split MultiheadAttention '{label}': query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not hold the same samples.",
+            f"split MultiheadAttention '{label}': query {tuple(query.shape)}, key {tuple(key.shape)} and value "
+            f"{tuple(value.shape)} do not hold the same samples.",
             fix="give key and value one shape, and query the same number of samples",
         )
 
@@ -119,19 +127,29 @@ class _Masks:
     counts: samples of each feed. causal: the causal mask is left to the kernel.
     """
 
-    def __init__(self, module: HeadAttention, query: Tensor, key: Tensor, padding: Tensor | None, mask: Tensor | None, causal: bool):
+    def __init__(
+        self,
+        module: HeadAttention,
+        query: Tensor,
+        key: Tensor,
+        padding: Tensor | None,
+        mask: Tensor | None,
+        causal: bool,
+    ):
         self._module, self._region = module, module._region
         samples, length = (0, 1) if module.batch_first else (1, 0)
         self._shape = (query.shape[samples], query.shape[length], key.shape[length])
         if mask is not None and mask.dim() not in (2, 3):
-            raise LayoutError(f"attn_mask has {mask.dim()} dimensions; 2 and 3 are known.", fix="give (L, S) or (N * num_heads, L, S)")
+            raise LayoutError(
+                f"attn_mask has {mask.dim()} dimensions; 2 and 3 are known.", fix="give (L, S) or (N * num_heads, L, S)"
+            )
         self.counts, padded, remembered = self._agree(padding, mask, causal)
         self.causal = causal and not padded
         self._padding = self._gather_padding(padding, remembered) if padded else None
         self._mask = None if mask is None or self.causal else self._of_heads(mask)
 
     def _agree(self, padding: Tensor | None, mask: Tensor | None, causal: bool) -> tuple[tuple[int, ...], bool, bool]:
-        """Samples of each feed, whether any feed has a padding mask, and whether all remember what they gathered of it."""
+        """Samples of each feed, whether any has a padding mask, and whether all remember what they gathered of it."""
         batch, length, source = self._shape
         known = padding is not None and self._region.recall(padding, "padding") is not None
         if self._region.rows.size == 1:
@@ -149,17 +167,22 @@ class _Masks:
                 )
             if row[3:6] != rows[0][3:6]:
                 raise LayoutError(
-                    f"{label}: the ranks have different attention masks (dimensions {rows[0][3]} and {row[3]}, digests {rows[0][4] & 0xFFFF} and {row[4] & 0xFFFF}).",
-                    fix="give every rank the same attn_mask of 2 dimensions; a mask of samples has 3, or is a key_padding_mask",
+                    f"{label}: the ranks have different attention masks (dimensions {rows[0][3]} and {row[3]}, "
+                    f"digests {rows[0][4] & 0xFFFF} and {row[4] & 0xFFFF}).",
+                    fix="give every rank the same attn_mask of 2 dimensions; a mask of samples has 3 dimensions, or is "
+                    "a key_padding_mask",
                 )
         states = [row[6] for row in rows]
         return tuple(row[0] for row in rows), any(states), min(states) == 2
 
     def _digest(self, mask: Tensor) -> int:
+        if mask.is_meta:
+            return 0
         known: int | None = self._region.recall(mask, "digest of a mask")
         if known is None:
             bits = mask.detach().to(torch.uint8) if mask.dtype == torch.bool else mask.detach()
-            known = (int(torch.hash_tensor(bits).item()) + hash(tuple(mask.shape))) & 0x7FFFFFFFFFFFFFFF
+            hashed = 0 if mask.is_meta else int(torch.hash_tensor(bits).item())
+            known = (hashed + hash(tuple(mask.shape))) & 0x7FFFFFFFFFFFFFFF
             self._region.remember(mask, "digest of a mask", known)
         return known
 
@@ -169,8 +192,12 @@ class _Masks:
             known: Tensor = self._region.recall(padding, "padding")
             return known
         device = self._module.out_proj.weight.device
-        mine = torch.zeros(self._shape[0], self._shape[2], device=device) if padding is None else _additive(padding, torch.float32)
-        gathered: Tensor = Enter.apply(mine, self.counts, self._region)
+        mine = (
+            torch.zeros(self._shape[0], self._shape[2], device=device)
+            if padding is None
+            else _additive(padding, torch.float32)
+        )
+        gathered: Tensor = Enter.apply(mine, self.counts, self._region)  # type: ignore[no-untyped-call]
         if padding is not None:
             self._region.remember(padding, "padding", gathered)
         return gathered
@@ -183,13 +210,19 @@ class _Masks:
         heads = self._module.num_heads
         if tuple(mask.shape) != (batch * heads, length, source):
             raise LayoutError(
-                f"attn_mask has shape {tuple(mask.shape)}, but {batch} samples and {heads} heads want {(batch * heads, length, source)}.",
+                f"attn_mask has shape {tuple(mask.shape)}, but {batch} samples and {heads} heads want "
+                f"{(batch * heads, length, source)}.",
                 fix="give (N * num_heads, L, S) with all heads, or (L, S)",
             )
         known: Tensor | None = self._region.recall(mask, "mask of heads")
         if known is None:
             widths = tuple(width * length * source for width in self._module._cut.widths)
-            own = RowsToColumns.apply(_additive(mask, torch.float32).reshape(batch, heads * length * source), self.counts, widths, self._region)
+            own = RowsToColumns.apply(  # type: ignore[no-untyped-call]
+                _additive(mask, torch.float32).reshape(batch, heads * length * source),
+                self.counts,
+                widths,
+                self._region,
+            )
             known = own.view(sum(self.counts), self._module._width, length, source)
             self._region.remember(mask, "mask of heads", known)
         return known

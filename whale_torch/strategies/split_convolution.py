@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from whale_torch.comm.rows import enter_batch, enter_channels, leave_rows
 from whale_torch.errors import LayoutError
-from whale_torch.strategies.split_rules import SplitModule, register_class
+from whale_torch.strategies.split_rules import SplitModule, joined_class, register_class
 
-__all__: list[str] = []
+__all__ = ["ColumnConvolution", "Convolution", "GroupConvolution", "RowConvolution"]
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
-class _Convolution(SplitModule):
+class Convolution(SplitModule):
     """What the cut convolutions share; each is joined with its torch class below."""
 
     weight: Tensor
@@ -29,7 +29,8 @@ class _Convolution(SplitModule):
     def _check(self, input: Tensor) -> None:
         if input.dim() != self.weight.dim():
             raise LayoutError(
-                f"split {self._get_name()} '{self._cut.module}' got {input.dim()} dimensions; it takes batches of {self.weight.dim()}.",
+                f"split {self._get_name()} '{self._cut.module}' got {input.dim()} dimensions; it takes batches of "
+                f"{self.weight.dim()}.",
                 fix="add a batch dimension: x.unsqueeze(0)",
             )
 
@@ -55,7 +56,7 @@ class _Convolution(SplitModule):
         return out
 
 
-class _ColumnConvolution(_Convolution):
+class ColumnConvolution(Convolution):
     """A convolution of which each rank holds some output channels: gives Columns of channels."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -65,8 +66,8 @@ class _ColumnConvolution(_Convolution):
         return self._columns(out, counts, (input.shape[0],), tail=tuple(out.shape[2:]))
 
 
-class _RowConvolution(_Convolution):
-    """A convolution of which each rank holds some input channels: takes Columns of channels, gives complete own rows."""
+class RowConvolution(Convolution):
+    """A convolution of which each rank holds some input channels: takes Columns, gives complete own rows."""
 
     def forward(self, input: Tensor) -> Tensor:
         self._check(input)
@@ -75,7 +76,7 @@ class _RowConvolution(_Convolution):
         return out if self.bias is None else out + self.bias.view(-1, *[1] * (out.dim() - 2))
 
 
-class _GroupConvolution(_Convolution):
+class GroupConvolution(Convolution):
     """A grouped convolution of which each rank holds some groups: takes and gives Columns of channels."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -84,15 +85,12 @@ class _GroupConvolution(_Convolution):
         x, counts = enter_channels(input, tuple(w * taken for w in self._cut.widths), self._region)
         out = self._convolve(x, self.bias, max(self._width, 1))
         unit = dict(self._cut.shards)["weight"].unit
-        return self._columns(out, counts, (input.shape[0],), widths=tuple(w * unit for w in self._cut.widths), tail=tuple(out.shape[2:]))
-
-
-@functools.cache
-def _joined(split: type[_Convolution], module_type: type[nn.Module]) -> type[SplitModule]:
-    return type(f"Split{module_type.__name__}", (split, module_type), {"__module__": module_type.__module__, "__doc__": split.__doc__})
+        return self._columns(
+            out, counts, (input.shape[0],), widths=tuple(w * unit for w in self._cut.widths), tail=tuple(out.shape[2:])
+        )
 
 
 for _name in ("Conv1d", "Conv2d", "Conv3d"):
-    register_class(_name, "columns", functools.partial(_joined, _ColumnConvolution))
-    register_class(_name, "rows", functools.partial(_joined, _RowConvolution))
-    register_class(_name, "groups", functools.partial(_joined, _GroupConvolution))
+    register_class(_name, "columns", functools.partial(joined_class, ColumnConvolution))
+    register_class(_name, "rows", functools.partial(joined_class, RowConvolution))
+    register_class(_name, "groups", functools.partial(joined_class, GroupConvolution))

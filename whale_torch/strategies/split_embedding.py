@@ -37,7 +37,7 @@ class GatheredEmbedding(ColumnEmbedding):
 
 
 class VocabularyEmbedding(_IdsOfAll, nn.Embedding):
-    """An embedding of which each rank holds some words: tied to a head that is cut by columns; gives complete own rows."""
+    """An embedding of which each rank holds some words, as a tied head cut by columns does; gives complete own rows."""
 
     def forward(self, input: Tensor) -> Tensor:
         ids, counts = self._ids(input)
@@ -56,7 +56,9 @@ class VocabularyEmbedding(_IdsOfAll, nn.Embedding):
     def _check(self, ids: Tensor) -> None:
         """Raises IndexError for an id that no rank holds, as one process does."""
         if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
-            raise IndexError(f"index out of range in self: ids {int(ids.min())}..{int(ids.max())}, {self.num_embeddings} words")
+            raise IndexError(
+                f"index out of range in self: ids {int(ids.min())}..{int(ids.max())}, {self.num_embeddings} words"
+            )
 
 
 register_class("Embedding", "columns", ColumnEmbedding)

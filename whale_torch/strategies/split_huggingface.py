@@ -1,4 +1,4 @@
-"""Attention modules that nobody wrote a rule for: they run their own forward on this rank's heads of all feeds' samples.
+"""Attention modules that nobody wrote a rule for: they run their own forward on this rank's heads of all samples.
 
 The samples of every tensor argument are gathered where the module begins; the projections inside are plain layers with
 local weights; the output projection brings complete own rows out. What the arguments mean is told by their names, which
@@ -24,7 +24,8 @@ from whale_torch.comm.region import Region
 from whale_torch.comm.rows import enter_samples, gather_plain, leave_rows, partial_parameter
 from whale_torch.errors import LayoutError
 from whale_torch.planning.rules.huggingface import ATTENTION, PACKED_ATTENTION
-from whale_torch.strategies.split_rules import SplitModule, register_class
+from whale_torch.strategies.outputs import PARTS
+from whale_torch.strategies.split_rules import SplitModule, joined_class, register_class
 
 __all__ = ["SplitAttention"]
 
@@ -57,8 +58,6 @@ class _OutputProjection(SplitModule):
 
     _added = (*SplitModule._added, "_call")
     _call: _Call
-    weight: Tensor
-    bias: Tensor | None
 
     def _product(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -69,7 +68,8 @@ class _OutputProjection(SplitModule):
             call.random.end()
         own = leave_rows(self._product(input), call.counts, (call.counts[call.region.rows.index],), call.region)
         call.left = own
-        return own if self.bias is None else own + self.bias
+        bias = self._parameters.get("bias")
+        return own if bias is None else own + bias
 
 
 class _LinearOutput(_OutputProjection, nn.Linear):
@@ -78,6 +78,8 @@ class _LinearOutput(_OutputProjection, nn.Linear):
 
 
 class _TransposedOutput(_OutputProjection):
+    weight: Tensor
+
     def _product(self, x: Tensor) -> Tensor:
         return x @ self.weight
 
@@ -102,7 +104,7 @@ class SplitAttention(SplitModule):
                     whole.append((member, key))
         rows = _rows_member(self)
         self.__dict__["_whole"] = [(member, key) for member, key in whole if member is not rows]
-        rows.__class__ = _LinearOutput if isinstance(rows, nn.Linear) else _joined(_TransposedOutput, type(rows))
+        rows.__class__ = _LinearOutput if isinstance(rows, nn.Linear) else joined_class(_TransposedOutput, type(rows))
         rows.__dict__.update(_call=self._call, _region=self._region, _cut=self._cut, _options=self._options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,10 +130,9 @@ class SplitAttention(SplitModule):
         return _leave(self, out)
 
 
-def _own_forward(split_type: type[nn.Module]) -> Any:
+def _own_forward(split_type: Any) -> Any:
     """The forward of the class that was split."""
-    order = split_type.__mro__
-    return order[order.index(SplitModule) + 1].forward
+    return split_type._base().forward
 
 
 def _rows_member(module: SplitAttention) -> nn.Module:
@@ -154,7 +155,11 @@ def _enter(module: SplitAttention, given: dict[str, Any]) -> dict[str, Any]:
     hidden = given["hidden_states"]
     hidden = hidden.implicit_rows("the input of a split layer") if isinstance(hidden, Columns) else hidden
     if hidden.dim() != 3:
-        raise _error(module, f"hidden_states has shape {tuple(hidden.shape)}; it takes (samples, length, features).", "pass batches of sequences")
+        raise _error(
+            module,
+            f"hidden_states has shape {tuple(hidden.shape)}; it takes (samples, length, features).",
+            "pass batches of sequences",
+        )
     out = {name: _cache(module, value) if hasattr(value, "get_seq_length") else value for name, value in given.items()}
     if region.rows.size == 1:
         call.counts = (hidden.shape[0],)
@@ -185,7 +190,11 @@ def _take_heads(module: SplitAttention, given: dict[str, Any]) -> None:
     mask, local = given.get("attention_mask"), _local_heads(module)
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] != 1:
         if mask.shape[1] != sum(local):
-            raise _error(module, f"attention_mask has {mask.shape[1]} heads of {sum(local)}.", "give it one entry a head, or one for all")
+            raise _error(
+                module,
+                f"attention_mask has {mask.shape[1]} heads of {sum(local)}.",
+                "give it one entry a head, or one for all",
+            )
         index = module._region.columns.index
         given["attention_mask"] = mask[:, sum(local[:index]) : sum(local[: index + 1])]
 
@@ -194,13 +203,16 @@ def _check_arguments(module: SplitAttention, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if isinstance(value, Tensor) and name not in ("hidden_states", *_SAMPLES, *_FREE) and value.dim() > 0:
             raise _error(
-                module, f"argument '{name}' has shape {tuple(value.shape)}, and nothing says whether it holds samples.",
-                "split it with shared rows, wh.split(rows=\"shared\") or inside wh.replica(), or move it out of the split scope",
-            )  # fmt: skip
+                module,
+                f"argument '{name}' has shape {tuple(value.shape)}, and nothing says whether it holds samples.",
+                'split it with shared rows (wh.split(rows="shared")), or move it out of the split scope',
+            )
     mask = given.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
         told = f"{mask.dim()} dimensions" if isinstance(mask, Tensor) else f"the type {type(mask).__name__}"
-        raise _error(module, f"attention_mask has {told}.", 'build the model with attn_implementation="sdpa" or "eager"')
+        raise _error(
+            module, f"attention_mask has {told}.", 'build the model with attn_implementation="sdpa" or "eager"'
+        )
 
 
 def _agree(module: SplitAttention, hidden: Tensor, given: Mapping[str, Any]) -> tuple[tuple[int, ...], bool, bool]:
@@ -216,14 +228,17 @@ def _agree(module: SplitAttention, hidden: Tensor, given: Mapping[str, Any]) -> 
     rows = region.meet("samples of a split attention", numbers)
     if any(row[1] != rows[0][1] for row in rows):
         raise _error(
-            module, f"the ranks have sequences of lengths {[row[1] for row in rows]}.", "pad the batch to one length on all ranks of the split"
-        )  # fmt: skip
+            module,
+            f"the ranks have sequences of lengths {[row[1] for row in rows]}.",
+            "pad the batch to one length on all ranks of the split",
+        )
     keys = {row[2] for row in rows if row[2]}
     if len(keys) > 1 or any(row[3] != rows[0][3] for row in rows):
         raise _error(
-            module, f"the ranks call it with different arguments: masks of {sorted(keys)} keys, other arguments {shapes} here.",
+            module,
+            f"the ranks call it with different arguments: masks of {sorted(keys)} keys, other arguments {shapes} here.",
             "call the model with the same arguments on all ranks of the split",
-        )  # fmt: skip
+        )
     masked = [row[2] > 0 for row in rows]
     return tuple(row[0] for row in rows), any(masked), all(row[4] for row in rows) and any(masked) == all(masked)
 
@@ -249,13 +264,14 @@ def _gather(module: SplitAttention, name: str, x: Tensor, samples: int, remember
     region, counts = module._region, module._call.counts
     if x.dim() < 2 or x.shape[0] not in (1, samples):
         raise _error(
-            module, f"argument '{name}' has shape {tuple(x.shape)}, and {samples} samples are fed.",
+            module,
+            f"argument '{name}' has shape {tuple(x.shape)}, and {samples} samples are fed.",
             "give it one entry a sample in front, or one for all",
-        )  # fmt: skip
+        )
     known: Tensor | None = region.recall(x, name) if remembered else None
     if known is None:
         whole = x.expand(samples, *x.shape[1:])
-        known = Enter.apply(whole, counts, region) if x.requires_grad else gather_plain(whole, counts, region, name)
+        known = Enter.apply(whole, counts, region) if x.requires_grad else gather_plain(whole, counts, region, name)  # type: ignore[no-untyped-call]
         assert known is not None
         region.remember(x, name, known)
     return known
@@ -267,14 +283,16 @@ def _cache(module: SplitAttention, cache: Any) -> Any:
     Raises LayoutError where an earlier forward left it empty.
     """
     if module._region.rows.size == 1 and not torch.is_grad_enabled():
+        cache.__dict__[PARTS] = True
         return cache
     unfilled = cache.__dict__.setdefault("_whale_unfilled", set())
     if id(module) in unfilled or int(cache.get_seq_length()) > 0:
         why = "its ranks have own rows" if module._region.rows.size > 1 else "gradients are wanted"
         raise _error(
-            module, f"keys and values of earlier calls are not kept in a split where {why}.",
-            'generate under torch.no_grad() with wh.split(rows="shared") (all ranks fed the same prompts), or with use_cache=False',
-        )  # fmt: skip
+            module,
+            f"keys and values of earlier calls are not kept in a split where {why}.",
+            'generate under torch.no_grad() with wh.split(rows="shared"), all ranks fed alike, or with use_cache=False',
+        )
     unfilled.add(id(module))
     return None
 
@@ -296,12 +314,13 @@ def _leave_weights(module: SplitAttention, value: Any) -> Any:
     local = _local_heads(module)
     if value.dim() != 4 or value.shape[0] != sum(counts) or value.shape[1] != local[region.columns.index]:
         raise _error(
-            module, f"it returned a tensor of shape {tuple(value.shape)}, which is neither its output nor attention weights.",
+            module,
+            f"it returned a tensor of shape {tuple(value.shape)}, which is neither its output nor attention weights.",
             "move it out of the split scope",
-        )  # fmt: skip
+        )
     pixels = value.shape[2] * value.shape[3]
     widths = tuple(width * pixels for width in local)
-    flat: Tensor = ColumnsToRows.apply(value.reshape(value.shape[0], -1), counts, widths, region)
+    flat: Tensor = ColumnsToRows.apply(value.reshape(value.shape[0], -1), counts, widths, region)  # type: ignore[no-untyped-call]
     return flat.view(-1, sum(local), *value.shape[2:])
 
 
@@ -316,7 +335,8 @@ class SplitPackedAttention(SplitAttention):
 
     def _prepare(self) -> None:
         super()._prepare()
-        local = self._width * int(self.head_dim)  # type: ignore[call-overload]
+        attention: Any = self
+        local = self._width * int(attention.head_dim)
         self.__dict__["split_size"] = local
         for key in ("c_attn", "q_attn"):
             member = getattr(self, key, None)
@@ -324,11 +344,5 @@ class SplitPackedAttention(SplitAttention):
                 member.__dict__["nf"] = member.weight.shape[1]
 
 
-@functools.cache
-def _joined(split: type[nn.Module], module_type: type[nn.Module]) -> Any:
-    """The class that puts `split` before a module's own class, under the name of the latter."""
-    return type(module_type.__name__, (split, module_type), {"__module__": module_type.__module__, "__doc__": module_type.__doc__})
-
-
-register_class(ATTENTION, "heads", functools.partial(_joined, SplitAttention))
-register_class(PACKED_ATTENTION, "heads", functools.partial(_joined, SplitPackedAttention))
+register_class(ATTENTION, "heads", functools.partial(joined_class, SplitAttention))
+register_class(PACKED_ATTENTION, "heads", functools.partial(joined_class, SplitPackedAttention))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from whale_torch.comm.columns import Columns, ColumnsPlace, Deferred
 from whale_torch.comm.rows import enter_columns, enter_rows, leave_rows
 from whale_torch.strategies.delayed import Delay, delayed_linear
-from whale_torch.strategies.split_rules import SplitModule, register_class
+from whale_torch.strategies.split_rules import SplitModule, joined_class, register_class
 
 __all__ = ["ColumnLinear", "RowLinear"]
 
@@ -61,13 +60,7 @@ class _TransposedRows(SplitModule):
         return leave_rows(columns @ self.weight, counts, lead, self._region) + self.bias
 
 
-@functools.cache
-def _joined(split: type[SplitModule], module_type: type[nn.Module]) -> type[SplitModule]:
-    body: dict[str, Any] = {"__module__": module_type.__module__, "__doc__": split.__doc__}
-    return type(f"Split{module_type.__name__}", (split, module_type), body)
-
-
 register_class("Linear", "columns", ColumnLinear)
 register_class("Linear", "rows", RowLinear)
-register_class("Conv1D", "columns", functools.partial(_joined, _TransposedColumns))
-register_class("Conv1D", "rows", functools.partial(_joined, _TransposedRows))
+register_class("Conv1D", "columns", functools.partial(joined_class, _TransposedColumns))
+register_class("Conv1D", "rows", functools.partial(joined_class, _TransposedRows))

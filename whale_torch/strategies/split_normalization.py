@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -13,13 +12,13 @@ from whale_torch.comm.collectives import all_gather_rows
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.rows import partial_parameter
 from whale_torch.strategies.batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
-from whale_torch.strategies.split_rules import SplitModule, register_class
+from whale_torch.strategies.split_rules import SplitModule, joined_class, register_class
 
-__all__: list[str] = []
+__all__ = ["SplitBatchNorm"]
 
 
-class _SplitBatchNorm(SplitModule):
-    """Columns stay Columns: each rank normalises its features of all rows. Own rows stay own rows: the ranks exchange moments.
+class SplitBatchNorm(SplitModule):
+    """Columns stay Columns: each rank normalises its features of all rows. Own rows stay so: moments are exchanged.
 
     Joined with the form of BatchNorm that does the latter. Parameters and running statistics stay whole, and equal on
     the region's ranks. Raises ValueError as torch does, for one value a feature in training.
@@ -35,12 +34,17 @@ class _SplitBatchNorm(SplitModule):
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
 
+    @classmethod
+    def _base(cls) -> type[nn.Module]:
+        found: type[nn.Module] = next(plain for plain, synced in _SYNCED.items() if issubclass(cls, synced))
+        return found
+
     def _prepare(self) -> None:
         self.__dict__["_group"] = self._region.rows
 
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(input, Columns):
-            out: Tensor = super().forward(input)  # type: ignore[misc]
+            out: Tensor = super().forward(input)
             return out
         place = input.place
         if place.widths != self._cut.widths or len(place.lead) != 1:
@@ -51,7 +55,9 @@ class _SplitBatchNorm(SplitModule):
     def _of_columns(self, x: Tensor) -> Tensor:
         """[N, K, ...]: all rows, this rank's features."""
         here = slice(self._first, self._first + self._width)
-        weight, bias = (None if p is None else partial_parameter(p, self._region)[here] for p in (self.weight, self.bias))
+        weight, bias = (
+            None if p is None else partial_parameter(p, self._region)[here] for p in (self.weight, self.bias)
+        )
         by_batch = self.training or self.running_mean is None or self.running_var is None
         mean = None if self.running_mean is None else self.running_mean[here].clone()
         var = None if self.running_var is None else self.running_var[here].clone()
@@ -79,16 +85,20 @@ class _SplitBatchNorm(SplitModule):
         if not (self.training and self.track_running_stats and self.num_batches_tracked is not None):
             return 0.0 if self.momentum is None else self.momentum
         self.num_batches_tracked.add_(1)
+        if self.num_batches_tracked.is_meta:
+            return 1.0
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
 
-_SYNCED = {nn.BatchNorm1d: SyncedBatchNorm1d, nn.BatchNorm2d: SyncedBatchNorm2d, nn.BatchNorm3d: SyncedBatchNorm3d}
+_SYNCED: dict[Any, Any] = {
+    nn.BatchNorm1d: SyncedBatchNorm1d,
+    nn.BatchNorm2d: SyncedBatchNorm2d,
+    nn.BatchNorm3d: SyncedBatchNorm3d,
+}
 
 
-@functools.cache
-def _joined(module_type: Any) -> type[SplitModule]:
-    body = {"__module__": module_type.__module__, "__doc__": module_type.__doc__, "_base": classmethod(lambda cls: module_type)}
-    return type(f"Split{module_type.__name__}", (_SplitBatchNorm, _SYNCED[module_type]), body)
+def _joined(module_type: type[nn.Module]) -> Any:
+    return joined_class(SplitBatchNorm, _SYNCED[module_type])
 
 
 for _type in _SYNCED:

@@ -6,48 +6,31 @@ A module becomes one by assignment to __class__; its weights are local shards, `
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from whale_torch.comm.columns import Columns, ColumnsPlace, Hold
 from whale_torch.comm.region import Region
 from whale_torch.planning.rules import Cut, PlanFunction, SplitRule, register_rule, unregister_rule
-from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
+from whale_torch.strategies.copies import Replacement
 
-__all__ = ["SplitModule", "register_class", "register_split_rule", "run_class"]
+__all__ = ["SplitModule", "joined_class", "register_class", "register_split_rule", "run_class"]
 
 
-class SplitModule(nn.Module):
+class SplitModule(Replacement, nn.Module):
     """What the classes that run shards have in common.
 
     _region: the ranks that run it together. _cut: the plan's decision. _options: the scope's options.
     """
 
+    _added: ClassVar[tuple[str, ...]] = ("_region", "_cut", "_options", "_delay")
     _region: Region
     _cut: Cut
     _options: dict[str, Any]
 
-    _added: tuple[str, ...] = ("_region", "_cut", "_options", "_delay")
-    """Attributes that a plain module of the same kind does not have."""
-
-    @classmethod
-    def _base(cls) -> type[nn.Module]:
-        """The class that the module had."""
-        base: type[nn.Module] = cls.__mro__[cls.__mro__.index(SplitModule) + 1]
-        return base
-
     def _get_name(self) -> str:
         return self._base().__name__
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return pickled_as(self, self._base(), self._added)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return deep_copied(self, memo)
-
-    def __copy__(self) -> nn.Module:
-        return shallow_copied(self)
 
     def _prepare(self) -> None:
         """Called once, after the parameters were cut."""
@@ -67,12 +50,30 @@ class SplitModule(nn.Module):
         return sum(self._cut.widths[: self._index])
 
     def _columns(
-        self, local: Tensor, counts: tuple[int, ...], lead: tuple[int, ...], *, fresh: bool = False,
-        widths: tuple[int, ...] | None = None, tail: tuple[int, ...] = (),
-    ) -> Columns:  # fmt: skip
+        self,
+        local: Tensor,
+        counts: tuple[int, ...],
+        lead: tuple[int, ...],
+        *,
+        fresh: bool = False,
+        widths: tuple[int, ...] | None = None,
+        tail: tuple[int, ...] = (),
+    ) -> Columns:
         """This rank's columns of all rows as a Columns. fresh: nothing else reads the memory of `local`."""
         place = ColumnsPlace(self._region, counts, self._cut.widths if widths is None else widths, lead, tail)
         return Columns.of(local, place, Hold(shared=not fresh))
+
+
+_JOINED: dict[tuple[Any, Any], Any] = {}
+
+
+def joined_class(split: Any, module_type: Any) -> Any:
+    """The class that puts `split` before a module's own class, under the latter's name; one a pair."""
+    key = (split, module_type)
+    if key not in _JOINED:
+        body = {"__module__": module_type.__module__, "__doc__": module_type.__doc__}
+        _JOINED[key] = type(module_type.__name__, (split, module_type), body)
+    return _JOINED[key]
 
 
 ClassFactory = Callable[[type[nn.Module]], type[SplitModule]]
@@ -97,10 +98,11 @@ def register_split_rule(
     """Teaches wh.split a module type of yours: exactly this type, not its subclasses.
 
     plan(module, name, context) returns the Cuts of the module: a role of your choice, the units that each rank takes
-    (planning.layout.balanced shares them out), and for each parameter that is cut its Shard. Parameters without one stay
-    whole. It runs on every rank before anything is changed and must not depend on the rank.
+    (planning.layout.balanced shares them out), and for each parameter that is cut its Shard. Parameters without one
+    stay whole. It runs on every rank before anything is changed and must not depend on the rank.
     classes: for each role the class that runs the shards: a subclass of (SplitModule, module_type) whose forward brings
-    its input into the region with comm.rows (enter_rows, enter_columns) and gives `self._columns(...)` or leave_rows(...).
+    its input into the region with comm.rows (enter_rows, enter_columns) and gives `self._columns(...)` or
+    leave_rows(...).
     A whole parameter that it applies to its part of the features is read through comm.rows.partial_parameter.
     Returns a function that takes the rule back.
     """

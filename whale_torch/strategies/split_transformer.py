@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from whale_torch.strategies.copies import deep_copied, pickled_as, shallow_copied
-from whale_torch.strategies.split_rules import SplitModule
+from whale_torch.strategies.copies import Replacement
+from whale_torch.strategies.split_rules import SplitModule, joined_class
 
 __all__ = ["switch_off_fast_paths"]
 
 
 def switch_off_fast_paths(model: nn.Module) -> None:
-    """In eval mode these modules would read the weights of their members, which are shards where the members are split."""
+    """In eval mode these modules would read their members' weights, which are shards where the members are split."""
     for module in list(model.modules()):
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
             continue
@@ -24,33 +23,25 @@ def switch_off_fast_paths(model: nn.Module) -> None:
                 module.__dict__["activation_relu_or_gelu"] = 0
             elif getattr(module, "use_nested_tensor", False):
                 module.__dict__["use_nested_tensor"] = False
-                module.__class__ = _padded_encoder(type(module))
+                module.__class__ = joined_class(_PaddedEncoder, type(module))
 
 
-class _PaddedEncoder(nn.TransformerEncoder):
+class _PaddedEncoder(Replacement, nn.TransformerEncoder):
     """An encoder that gives, where torch's would have used nested tensors, what they give: no values at padding."""
-
-    @classmethod
-    def _base(cls) -> type[nn.Module]:
-        """The class that the module had."""
-        base: type[nn.Module] = cls.__mro__[cls.__mro__.index(_PaddedEncoder) + 1]
-        return base
 
     def _get_name(self) -> str:
         return self._base().__name__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        make, arguments, state = pickled_as(self, self._base(), ())
+        make, arguments, state = super().__reduce_ex__(protocol)
         return make, arguments, {**state, "use_nested_tensor": True}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        return deep_copied(self, memo)
-
-    def __copy__(self) -> nn.Module:
-        return shallow_copied(self)
-
     def forward(
-        self, src: Tensor, mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None, is_causal: bool | None = None
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
     ) -> Tensor:
         out = super().forward(src, mask, src_key_padding_mask, is_causal)
         if src_key_padding_mask is None or not self._would_nest(src, mask):
@@ -63,11 +54,8 @@ class _PaddedEncoder(nn.TransformerEncoder):
 
     def _would_nest(self, src: Tensor, mask: Tensor | None) -> bool:
         first = self.layers[0]
-        wants_gradient = torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in first.parameters()))
+        wants_gradient = torch.is_grad_enabled() and (
+            src.requires_grad or any(p.requires_grad for p in first.parameters())
+        )
         fast = torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
         return fast and mask is None and not first.training and not wants_gradient
-
-
-@functools.cache
-def _padded_encoder(module_type: type[nn.Module]) -> type[nn.Module]:
-    return type(module_type.__name__, (_PaddedEncoder, module_type), {"__module__": module_type.__module__, "__doc__": module_type.__doc__})

@@ -41,8 +41,8 @@ def attach_state_hooks(model: nn.Module) -> None:
                 found[key] = place
         if found:
             module.__dict__[_KEY] = found
-            module.register_state_dict_post_hook(_give_parts)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[no-untyped-call]
+            module.register_state_dict_post_hook(_give_parts)
+            module.register_load_state_dict_pre_hook(_take_parts)
 
 
 def _give_parts(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
@@ -80,7 +80,8 @@ def _take_parts(
         else:  # torch would tell the part's shape
             errors.append(
                 f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, "
-                f"the shape in current model is {torch.Size(place.shard.shape)} (this rank holds {tuple(parameter.shape)})."
+                f"the shape in current model is {torch.Size(place.shard.shape)} "
+                f"(this rank holds {tuple(parameter.shape)})."
             )
             state[name] = parameter.detach()
 
@@ -93,8 +94,9 @@ def _check_part(value: CutTensor, place: ParameterPlace, name: str) -> None:
     shape = place.shard.local_shape(place.parts.index)
     if theirs.shard != place.shard or theirs.parts.index != place.parts.index or tuple(value.shape) != shape:
         raise CheckpointError(
-            f"'{name}' is part {place.parts.index} of {place.parts.size} with shape {shape}, but the value given is made of "
-            f"part {theirs.parts.index} of {theirs.parts.size} of '{theirs.name}' and has shape {tuple(value.shape)}.",
+            f"'{name}' is part {place.parts.index} of {place.parts.size} with shape {shape}, but the value given is "
+            f"made of part {theirs.parts.index} of {theirs.parts.size} of '{theirs.name}' and has shape "
+            f"{tuple(value.shape)}.",
             where=place.site,
             fix="load what state_dict() of this model gave, or whole tensors: wh.full_state_dict(model)",
         )

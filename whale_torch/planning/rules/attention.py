@@ -36,16 +36,19 @@ def _check(module: nn.MultiheadAttention, name: str, context: RuleContext) -> No
     option = "add_bias_kv" if module.bias_k is not None else "add_zero_attn" if module.add_zero_attn else None
     if option is not None:
         raise PlanError(
-            f"MultiheadAttention '{name}' with {option}=True cannot be split.", where=context.site,
+            f"MultiheadAttention '{name}' with {option}=True cannot be split.",
+            where=context.site,
             fix=f"build it without {option}, or move it out of the split scope",
-        )  # fmt: skip
+        )
     known = {"in_proj_weight", "in_proj_bias", *_SEPARATE}
     found = {key for key, p in module._parameters.items() if p is not None}
     if not found <= known or "weight" not in module.out_proj._parameters:
         raise PlanError(
-            f"MultiheadAttention '{name}' has parameters {sorted(found)} and, in out_proj, {sorted(module.out_proj._parameters)}; its split rule knows {sorted(known)}.",
-            where=context.site, fix="remove what changed its parameters (weight_norm, pruning), or move it out of the split scope",
-        )  # fmt: skip
+            f"MultiheadAttention '{name}' has parameters {sorted(found)} and, in out_proj, "
+            f"{sorted(module.out_proj._parameters)}; its split rule knows {sorted(known)}.",
+            where=context.site,
+            fix="remove what changed its parameters (weight_norm, pruning), or move it out of the split scope",
+        )
 
 
 def register_attention_rules() -> None:

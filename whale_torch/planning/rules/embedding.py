@@ -17,9 +17,10 @@ def _plan_embedding(module: nn.Module, name: str, context: RuleContext) -> list[
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
             raise PlanError(
-                f"Embedding '{name}' with {option}={getattr(module, option)} cannot be split.", where=context.site,
+                f"Embedding '{name}' with {option}={getattr(module, option)} cannot be split.",
+                where=context.site,
                 fix=f"build it without {option}, or move it out of the split scope",
-            )  # fmt: skip
+            )
     shape = (module.num_embeddings, module.embedding_dim)
     tied = id(module.weight) in context.column_weights
     role, dim = ("vocabulary", 0) if tied else (context.role(module).name, 1)

@@ -1,8 +1,8 @@
-"""Models that bring a plan of their own, as transformers' do: `config.base_model_tp_plan` and `_tp_plan`, by duck typing.
+"""Models that bring a plan of their own, as transformers' do: `config.base_model_tp_plan` and `_tp_plan`, duck-typed.
 
-Patterns such as "layers.*.self_attn.q_proj" name layers that are cut by output ("colwise") or input ("rowwise") features.
-Outside attention they are roles like any other. An attention module whose projections are named is cut by heads as a
-whole: it runs its own forward on this rank's heads of all rows, so nothing of its code has to be known here.
+Patterns such as "layers.*.self_attn.q_proj" name layers that are cut by output ("colwise") or input ("rowwise")
+features. Outside attention they are roles like any other. An attention module whose projections are named is cut by
+heads as a whole: it runs its own forward on this rank's heads of all rows, so nothing of its code has to be known here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 def model_plan(
     model: nn.Module, inside: Callable[[nn.Module], bool]
 ) -> tuple[dict[nn.Module, Role], dict[nn.Module, SplitRule]]:
-    """Roles and attention containers that the plans of `model` and its members give to modules for which `inside` holds."""
+    """Roles and attention containers that the plans of a model and its members give to modules that are `inside`."""
     roles: dict[nn.Module, Role] = {}
     attention: dict[nn.Module, dict[str, str]] = {}
     for owner, patterns in _plans(model):
@@ -85,14 +85,16 @@ def _heads(module: nn.Module, name: str, context: RuleContext) -> tuple[int, int
     if not isinstance(queries, int):
         raise PlanError(
             f"attention '{name}' ({type(module).__name__}) does not say in its config how many heads it has.",
-            where=context.site, fix="register a rule for it: register_split_rule, or move it out of the split scope",
-        )  # fmt: skip
+            where=context.site,
+            fix="register a rule for it: register_split_rule, or move it out of the split scope",
+        )
     keys = getattr(config, "num_key_value_heads", None) or queries
     if keys % context.size:
         raise PlanError(
             f"attention '{name}' has {keys} key/value heads, which {context.size} ranks cannot share evenly.",
-            where=context.site, fix=f"wh.split(size=...) with a size that divides {keys}, or move it out of the split scope",
-        )  # fmt: skip
+            where=context.site,
+            fix=f"wh.split(size=...) with a size that divides {keys}, or move it out of the split scope",
+        )
     return keys, queries
 
 
@@ -111,45 +113,57 @@ def _plan_attention(module: nn.Module, name: str, context: RuleContext, styles: 
         columns = style == "colwise"
         if (given if columns else taken) % keys:
             raise PlanError(
-                f"'{name}.{key}' has {given if columns else taken} features, which {keys} key/value heads do not divide.",
-                where=context.site, fix="move it out of the split scope",
-            )  # fmt: skip
+                f"'{name}.{key}' has {given if columns else taken} features; {keys} key/value heads do not divide it.",
+                where=context.site,
+                fix="move it out of the split scope",
+            )
         unit = (given if columns else taken) // keys
         shards.append((f"{key}.weight", Shard(0 if columns else 1, widths, (given, taken), unit=unit)))
         if columns and member.bias is not None:
             shards.append((f"{key}.bias", Shard(0, widths, (given,), unit=unit)))
     if list(styles.values()).count("rowwise") + list(styles.values()).count("rowwise_split_input") != 1:
         raise PlanError(
-            f"attention '{name}' ({type(module).__name__}) has {styles}; one projection by rows is wanted.", where=context.site,
+            f"attention '{name}' ({type(module).__name__}) has {styles}; one projection by rows is wanted.",
+            where=context.site,
             fix="register a rule for it: register_split_rule, or move it out of the split scope",
-        )  # fmt: skip
+        )
     return [_whole_cut(module, name, context, ATTENTION, widths, shards)]
 
 
 def _unknown_style(name: str, key: str, member: nn.Module, style: str, context: RuleContext) -> PlanError:
     return PlanError(
-        f"'{name}.{key}' ({type(member).__name__}) is planned as '{style}' by its model, which wh.split does not know inside attention.",
-        where=context.site, fix=f"register a rule for {name}: register_split_rule, or move it out of the split scope",
-    )  # fmt: skip
+        f"'{name}.{key}' ({type(member).__name__}) is planned as '{style}' by its model, which wh.split does not know "
+        "inside attention.",
+        where=context.site,
+        fix=f"register a rule for {name}: register_split_rule, or move it out of the split scope",
+    )
 
 
 def _whole_cut(
-    module: nn.Module, name: str, context: RuleContext, rule: str, widths: tuple[int, ...], shards: list[tuple[str, Shard]]
+    module: nn.Module,
+    name: str,
+    context: RuleContext,
+    rule: str,
+    widths: tuple[int, ...],
+    shards: list[tuple[str, Shard]],
 ) -> Cut:
     """The cut of a container; the members that stay whole must be ones that may."""
     inner = {key.rpartition(".")[0] for key, _ in shards}
     own = {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None}
     if own:
         raise PlanError(
-            f"attention '{name}' ({type(module).__name__}) has parameters of its own, {own}, that no plan cuts by heads.",
-            where=context.site, fix="register a rule for it: register_split_rule, or move it out of the split scope",
-        )  # fmt: skip
+            f"attention '{name}' ({type(module).__name__}) has parameters of its own that no plan cuts: {own}.",
+            where=context.site,
+            fix="register a rule for it: register_split_rule, or move it out of the split scope",
+        )
     for key, member in module.named_modules():
         if key and key not in inner and find_rule(member, f"{name}.{key}", context) is not None:
             raise PlanError(
-                f"attention '{name}' ({type(module).__name__}) holds '{key}' ({type(member).__name__}), which its model's plan does not name.",
-                where=context.site, fix="register a rule for it: register_split_rule, or move it out of the split scope",
-            )  # fmt: skip
+                f"attention '{name}' ({type(module).__name__}) holds '{key}' ({type(member).__name__}), which its "
+                "model's plan does not name.",
+                where=context.site,
+                fix="register a rule for it: register_split_rule, or move it out of the split scope",
+            )
     rows = next(shard for key, shard in shards if key.endswith("weight") and _is_rows(module, key, shard))
     width = rows.shape[1 - rows.dim]
     return Cut(name, rule, "heads", widths, tuple(shards), width, width)
@@ -167,20 +181,20 @@ def _plan_packed_attention(module: nn.Module, name: str, context: RuleContext) -
     heads, dim, features = int(attention.num_heads), int(attention.head_dim), int(attention.embed_dim)
     if heads < context.size:
         raise PlanError(
-            f"attention '{name}' has {heads} heads, fewer than the {context.size} ranks of the split.", where=context.site,
+            f"attention '{name}' has {heads} heads, fewer than the {context.size} ranks of the split.",
+            where=context.site,
             fix=f"wh.split(size=...) with a size of at most {heads}, or move it out of the split scope",
-        )  # fmt: skip
+        )
     widths = balanced(heads, context.size)
     shards = []
     for key in ("c_attn", "q_attn"):
         member = getattr(module, key, None)
         if isinstance(member, nn.Module):
             check_parameters(member, f"{name}.{key}", {"weight", "bias"}, context.site)
-            blocks = int(member.weight.shape[1]) // features  # type: ignore[operator, union-attr, arg-type]
-            for part, dimension in (("weight", 1), ("bias", 0)):
-                tensor = member._parameters[part]
-                assert tensor is not None
-                shards.append((f"{key}.{part}", Shard(dimension, widths, tuple(tensor.shape), blocks, dim)))
+            shapes = {part: tuple(p.shape) for part, p in member._parameters.items() if p is not None}
+            blocks = shapes["weight"][1] // features
+            shards.append((f"{key}.weight", Shard(1, widths, shapes["weight"], blocks, dim)))
+            shards.append((f"{key}.bias", Shard(0, widths, shapes["bias"], blocks, dim)))
     check_parameters(attention.c_proj, f"{name}.c_proj", {"weight", "bias"}, context.site)
     shards.append(("c_proj.weight", Shard(0, widths, (features, features), unit=dim)))
     return [_whole_cut(module, name, context, PACKED_ATTENTION, widths, shards)]

@@ -34,9 +34,10 @@ __all__ = [
 class Cut:
     """What one split module becomes.
 
-    module: its name. rule: the registered rule. role: how it is cut ("columns", "rows", ...). widths: units of each rank.
-    shards: parameter name relative to the module -> its shard.
-    elements_in, elements_out: elements that enter and leave all ranks' work for each row, forward; backward moves the same.
+    module: its name. rule: the registered rule. role: how it is cut ("columns", "rows", ...).
+    widths: units of each rank. shards: parameter name relative to the module -> its shard.
+    elements_in, elements_out: elements that enter and leave all ranks' work for each row, forward; backward moves as
+    many.
     """
 
     module: str
@@ -49,26 +50,36 @@ class Cut:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "module": self.module, "rule": self.rule, "role": self.role, "widths": list(self.widths),
+            "module": self.module,
+            "rule": self.rule,
+            "role": self.role,
+            "widths": list(self.widths),
             "shards": {name: shard.to_json() for name, shard in self.shards},
-            "elements_in": self.elements_in, "elements_out": self.elements_out,
-        }  # fmt: skip
+            "elements_in": self.elements_in,
+            "elements_out": self.elements_out,
+        }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Cut:
         shards = tuple((name, Shard.from_json(shard)) for name, shard in data["shards"].items())
         return Cut(
-            data["module"], data["rule"], data["role"], tuple(data["widths"]), shards, data["elements_in"], data["elements_out"]
-        )  # fmt: skip
+            data["module"],
+            data["rule"],
+            data["role"],
+            tuple(data["widths"]),
+            shards,
+            data["elements_in"],
+            data["elements_out"],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
     """How a module is cut, as its neighbours suggest.
 
-    name: "columns" (output features), "rows" (input features), ... unit: input features of one unit of the layer before,
-    where they lie side by side: the pixels of a channel that was flattened. paired: the layer before or after takes or
-    gives the same columns, so nothing moves between the two.
+    name: "columns" (output features), "rows" (input features), ... unit: input features of one unit of the layer
+    before, where they lie side by side: the pixels of a channel that was flattened. paired: the layer before or after
+    takes or gives the same columns, so nothing moves between the two.
     """
 
     name: str
@@ -101,7 +112,7 @@ PlanFunction = Callable[[nn.Module, str, RuleContext], "list[Cut]"]
 
 @dataclass(frozen=True)
 class SplitRule:
-    """A rule: `plan` gives the cuts of a module and of members it takes over; whole: members are not looked at again."""
+    """A rule: `plan` gives the cuts of a module and of members it takes over; whole: members are not looked at."""
 
     name: str
     plan: PlanFunction
@@ -143,15 +154,20 @@ def find_rule(module: nn.Module, name: str, context: RuleContext) -> SplitRule |
     Raises PlanError for a module with matrices of its own and no rule.
     """
     kind = type(module)
-    rule = context.containers.get(module) or _RULES.get(kind) or _RULES_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    rule = (
+        context.containers.get(module)
+        or _RULES.get(kind)
+        or _RULES_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    )
     if rule is not None:
         return rule
     if is_parametrized(module):
         raise PlanError(
             f"'{name}' ({kind.__name__}) has parametrized parameters {sorted(module.parametrizations)}: "  # type: ignore[arg-type]
             "what is computed from a shard is not a shard of what is computed from the whole.",
-            where=context.site, fix="remove the parametrization (torch.nn.utils.parametrize), or move it out of the split scope",
-        )  # fmt: skip
+            where=context.site,
+            fix="remove the parametrization (torch.nn.utils.parametrize), or move it out of the split scope",
+        )
     own = {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None}
     if kind in _REPLICATED or all(len(shape) <= 1 for shape in own.values()):
         return None
@@ -160,17 +176,18 @@ def find_rule(module: nn.Module, name: str, context: RuleContext) -> SplitRule |
     raise PlanError(
         f"no split rule for {kind.__name__} '{name}'{of}, with parameters {own}.",
         where=context.site,
-        fix=f"register one: whale_torch.strategies.split_rules.register_split_rule({kind.__name__}, ...), keep it whole with "
-        f"whale_torch.planning.rules.replicated({kind.__name__}), or move it out of the split scope",
+        fix=f"register one: whale_torch.strategies.split_rules.register_split_rule({kind.__name__}, ...), keep it "
+        f"whole with whale_torch.planning.rules.replicated({kind.__name__}), or move it out of the split scope",
     )
 
 
 def check_parameters(module: nn.Module, name: str, expected: set[str], site: str) -> None:
-    """Raises PlanError where a module of a known type has other parameters than its type: a hook or a user changed it."""
+    """Raises PlanError where a module of a known type has other parameters than its type: something changed it."""
     found = {key for key, p in module._parameters.items() if p is not None}
     if found <= expected and "weight" in found:
         return
     raise PlanError(
-        f"{type(module).__name__} '{name}' has parameters {sorted(found)}, and its split rule knows {sorted(expected)}.",
-        where=site, fix="remove what changed its parameters (weight_norm, spectral_norm, pruning), or move it out of the split scope",
-    )  # fmt: skip
+        f"{type(module).__name__} '{name}' has parameters {sorted(found)}; its split rule knows {sorted(expected)}.",
+        where=site,
+        fix="remove what changed its parameters (weight_norm, spectral_norm, pruning), or move it out of the split",
+    )

@@ -1,4 +1,4 @@
-"""Roles: which layers of a neighbourhood are cut by output and which by input features, so that nothing moves between."""
+"""Roles: which layers of a neighbourhood are cut by output, which by input features, so that nothing moves between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def features_of(module: nn.Module) -> tuple[int, int] | None:
         assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
         return (module.in_channels, module.out_channels) if module.groups == 1 else None
     if f"{type(module).__module__}.{type(module).__qualname__}" == "transformers.pytorch_utils.Conv1D":
-        return tuple(module.weight.shape) if module.weight is not None else None  # type: ignore[return-value, unused-ignore]
+        weight = module._parameters.get("weight")
+        return None if weight is None else (weight.shape[0], weight.shape[1])
     return None
 
 

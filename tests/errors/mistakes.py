@@ -1,0 +1,719 @@
+"""The mistakes themselves: docs/errors.md shows each function as it stands here, so it reads like a user's code."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import whale_torch as wh
+from tests.errors.catalogue import mistake
+
+S = "Scopes and annotations"
+P = "Sizes, nesting and what cannot be planned"
+A = "Saved plans and wh.parallelize"
+W = "Ranks that disagree"
+T = "Training"
+C = "The output of a split"
+M = "State, copies and checkpoints"
+
+
+def classifier(classes: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    with wh.split():
+        head = nn.Linear(4, classes)
+    return nn.Sequential(nn.Linear(4, 4), head)
+
+
+# ---- scopes ----
+
+
+@mistake(
+    S,
+    "A replica inside a split",
+    wh.AnnotationError,
+    r"wh\.replica\(\) at .* cannot be inside wh\.split\(\) at ",
+    site=True,
+)
+def replica_inside_split(rank: int, n: int) -> None:
+    """Scopes nest outer to inner: replica > pipeline > stage > split."""
+    with wh.split(), wh.replica():
+        nn.Linear(4, 4)
+
+
+@mistake(
+    S,
+    "A split inside a split",
+    wh.AnnotationError,
+    r"wh\.split\(size=2\) at .* cannot be inside wh\.split\(\)",
+    site=True,
+)
+def split_inside_split(rank: int, n: int) -> None:
+    """Two splits of one module have no meaning."""
+    with wh.split(), wh.split(size=2):
+        nn.Linear(4, 4)
+
+
+@mistake(
+    S,
+    "A size of 0",
+    wh.AnnotationError,
+    r"wh\.split\(size=0\): size must be a positive whole number or None",
+    site=True,
+)
+def size_zero(rank: int, n: int) -> None:
+    """A size is a number of ranks."""
+    wh.split(size=0)
+
+
+@mistake(
+    S, "True for a size", wh.AnnotationError, r"wh\.split\(size=True\): size must be a positive whole number", site=True
+)
+def size_true(rank: int, n: int) -> None:
+    """In Python True is 1; a scope does not take it for a size."""
+    wh.split(size=True)
+
+
+@mistake(
+    S,
+    "An option with an unknown value",
+    wh.AnnotationError,
+    r"rows='mine'\): rows must be None, 'own' or 'shared'",
+    site=True,
+)
+def unknown_value(rank: int, n: int) -> None:
+    """Options with names have a few legal values; the message lists them."""
+    wh.split(rows="mine")  # type: ignore[call-overload]
+
+
+@mistake(S, "An option that cannot be compared", wh.AnnotationError, r"batch_dim=\[0\]\): batch_dim must be", site=True)
+def unhashable_option(rank: int, n: int) -> None:
+    """Options are kept as frozen data; lists are none."""
+    wh.replica(batch_dim=[0])  # type: ignore[call-overload]
+
+
+@mistake(
+    S,
+    "An option without its name",
+    wh.AnnotationError,
+    r"wh\.split\(\) takes a module, a class or a function, but got int 4",
+    site=True,
+)
+def positional_option(rank: int, n: int) -> None:
+    """The only positional argument of a scope is what it annotates."""
+    wh.split(4)  # type: ignore[call-overload]
+
+
+@mistake(
+    S,
+    "A scope that captures nothing",
+    wh.AnnotationError,
+    r"wh\.split\(\) at .* closed without capturing an nn\.Module",
+    site=True,
+)
+def empty_scope(rank: int, n: int) -> None:
+    """Scopes annotate modules while these are built: around a forward they see none."""
+    head = nn.Linear(4, 8)
+    with wh.split():
+        head(torch.ones(2, 4))
+
+
+@mistake(
+    S,
+    "A parameter of an older module",
+    wh.AnnotationError,
+    r"parameter 'scale' was assigned to Linear, which is older than wh\.split\(\)",
+    site=True,
+)
+def older_module(rank: int, n: int) -> None:
+    """A scope holds whole modules, and this one was built before the scope was opened."""
+    head = nn.Linear(4, 8)
+    with wh.split():
+        head.scale = nn.Parameter(torch.ones(8))
+
+
+@mistake(
+    S,
+    "A decorated class of torch",
+    wh.AnnotationError,
+    r"torch's own class Linear would annotate every Linear there is",
+    site=True,
+)
+def decorated_torch_class(rank: int, n: int) -> None:
+    """A class of one's own can be decorated, and any instance can be annotated."""
+    wh.split(nn.Linear)
+
+
+@mistake(
+    S,
+    "A name with a slip of the pen",
+    wh.AnnotationError,
+    r"pattern 'faetures' matches no module\. Close names: 'features'",
+    site=True,
+)
+def misspelt_name(rank: int, n: int) -> None:
+    """Every pattern of wh.annotate has to match a module."""
+    model = nn.ModuleDict({"features": nn.Linear(4, 4), "head": nn.Linear(4, 8)})
+    wh.annotate(model, {"faetures": wh.replica()})
+
+
+@mistake(
+    S,
+    "A pattern that is no regular expression",
+    wh.AnnotationError,
+    r"pattern 'layers\.\*\[' is no regular expression",
+    site=True,
+)
+def broken_pattern(rank: int, n: int) -> None:
+    """Patterns are Python's regular expressions, not those of a shell."""
+    wh.annotate(nn.Sequential(nn.Linear(4, 4)), {"layers.*[": wh.replica()})
+
+
+@mistake(
+    S,
+    "A scope without its parentheses",
+    wh.AnnotationError,
+    r"pattern '0' has the function split, which is no scope",
+    site=True,
+)
+def scope_without_parentheses(rank: int, n: int) -> None:
+    """wh.split is a function that makes a scope; wh.split() is the scope."""
+    wh.annotate(nn.Sequential(nn.Linear(4, 4)), {"0": wh.split})  # type: ignore[dict-item]
+
+
+# ---- planning ----
+
+
+@mistake(
+    P,
+    "A size that does not divide the ranks",
+    wh.PlanError,
+    r"4 ranks cannot be cut into groups of 3(.|\n)*1, 2, 4",
+    site=True,
+)
+def three_of_four(rank: int, n: int) -> None:
+    """All groups of a split are equally large."""
+    with wh.split(size=3):
+        model = nn.Linear(4, 8)
+    wh.plan(model, cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
+@mistake(P, "More ranks than there are", wh.PlanError, r"2 ranks cannot be cut into groups of 8", ranks=2, site=True)
+def more_than_there_are(rank: int, n: int) -> None:
+    """Every rank says so before anything is changed; wh.plan(model, cluster=...) says it on a laptop."""
+    with wh.split(size=8):
+        model = nn.Linear(4, 8)
+    wh.parallelize(model)
+
+
+@mistake(
+    P,
+    "A nested split on uneven nodes",
+    wh.PlanError,
+    r"nodes have \[4, 2\] ranks, so a split inside a replica has no natural size",
+    site=True,
+)
+def uneven_nodes(rank: int, n: int) -> None:
+    """Directly inside a replica a split takes the ranks of a node, if all nodes are equal."""
+    with wh.replica(), wh.split():
+        model = nn.Linear(4, 8)
+    wh.plan(model, cluster=wh.Cluster(ranks_of_nodes=(4, 2)))
+
+
+@mistake(
+    P,
+    "Two sizes of which none divides the other",
+    wh.PlanError,
+    r"has size 2, .* shares rows over 3: neither divides the other",
+    site=True,
+)
+def sizes_two_and_three(rank: int, n: int) -> None:
+    """Ranks are fed alike in blocks; the blocks of all splits lie inside one another."""
+    with wh.replica(), wh.split(size=3):
+        first = nn.Linear(4, 4)
+    with wh.split(size=2):
+        second = nn.Linear(4, 4)
+    wh.plan(nn.Sequential(first, second), cluster=wh.Cluster.of(nodes=1, ranks_per_node=6))
+
+
+@mistake(
+    P,
+    "Weights tied across the border of a split",
+    wh.PlanError,
+    r"parameter '0\.weight' is tied to '1\.weight', but one is whole and the other cut along dimension 0 in 4",
+    site=True,
+)
+def tied_across(rank: int, n: int) -> None:
+    """One tensor cannot be whole in one place and cut in another."""
+    words = nn.Embedding(8, 4)
+    with wh.split():
+        head = nn.Linear(4, 8, bias=False)
+    head.weight = words.weight
+    wh.plan(nn.Sequential(words, head), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
+@mistake(
+    P,
+    "Weights tied and cut in two ways",
+    wh.PlanError,
+    r"is tied to '1\.weight', but one is cut along dimension 0 in 2 and the other cut along dimension 0 in 4",
+    site=True,
+)
+def tied_and_cut_twice(rank: int, n: int) -> None:
+    """Both ends of a tie have to be cut alike."""
+    with wh.split(size=2):
+        first = nn.Linear(4, 8, bias=False)
+    with wh.split(size=4):
+        second = nn.Linear(4, 8, bias=False)
+    second.weight = first.weight
+    wh.plan(nn.Sequential(first, second), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
+class Bilinear(nn.Module):
+    """A layer of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.form = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.form) * x
+
+
+@mistake(
+    P,
+    "A module that wh.split does not know",
+    wh.PlanError,
+    r"no split rule for Bilinear '0'.* with parameters \{'form': \(4, 4\)\}",
+    site=True,
+)
+def unknown_module(rank: int, n: int) -> None:
+    """What a shard of a module's own parameters computes is only known to a rule for its type."""
+    with wh.split():
+        model = nn.Sequential(Bilinear(), nn.Linear(4, 8))
+    wh.plan(model, cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
+@mistake(P, "An embedding with max_norm", wh.PlanError, r"Embedding '0' with max_norm=1\.0 cannot be split", site=True)
+def embedding_with_max_norm(rank: int, n: int) -> None:
+    """max_norm looks at whole rows, of which a rank has a part."""
+    with wh.split():
+        words = nn.Embedding(8, 4, max_norm=1.0)
+    wh.plan(nn.Sequential(words), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
+@mistake(
+    P,
+    "A hierarchical all-reduce on one node",
+    wh.PlanError,
+    r"hierarchical all-reduce, but 1 node x 4 ranks",
+    site=True,
+)
+def hierarchical_on_one_node(rank: int, n: int) -> None:
+    """Two levels need several nodes with several, equally many ranks each."""
+    with wh.replica(all_reduce="hierarchical"):
+        model = nn.Linear(4, 8)
+    wh.plan(model, cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
+@mistake(
+    P,
+    "Replicas that count samples differently",
+    wh.PlanError,
+    r"batch_dim is 0 at .* and 1 at .*; a model has one",
+    site=True,
+)
+def two_batch_dims(rank: int, n: int) -> None:
+    """batch_dim and loss are said of the whole model's inputs and loss."""
+    with wh.replica():
+        first = nn.Linear(4, 4)
+    with wh.replica(batch_dim=1):
+        second = nn.Linear(4, 4)
+    wh.plan(nn.Sequential(first, second), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
+@mistake(
+    P,
+    "A strategy that this version does not run",
+    wh.PlanError,
+    r"wh\.pipeline\(num_micro_batches=4\) is annotated, but this version runs wh\.replica and wh\.split only",
+    site=True,
+)
+def pipeline_in_this_version(rank: int, n: int) -> None:
+    """The scope can be opened and planned for later; it is not run yet."""
+    with wh.pipeline(num_micro_batches=4), wh.stage():
+        first = nn.Linear(4, 4)
+    wh.plan(nn.Sequential(first), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
+@mistake(
+    P, "Something that is no cluster", wh.PlanError, r"at least one rank on each node, got ranks_of_nodes=\(8, 0\)"
+)
+def node_without_ranks(rank: int, n: int) -> None:
+    """A node without ranks is no node."""
+    wh.Cluster(ranks_of_nodes=(8, 0))
+
+
+# ---- parallelize ----
+
+
+@mistake(A, "Not a module", wh.PlanError, r"wh\.parallelize takes an nn\.Module, got list")
+def not_a_module(rank: int, n: int) -> None:
+    """Several models are parallelized one by one, or as members of one module."""
+    wh.parallelize([nn.Linear(4, 4)])  # type: ignore[arg-type]
+
+
+@mistake(A, "Parallelized twice", wh.PlanError, r"this model is parallelized already")
+def parallelized_twice(rank: int, n: int) -> None:
+    """Its parameters are shards by now."""
+    model = wh.parallelize(classifier())
+    wh.parallelize(model)
+
+
+@mistake(A, "A member first, then the model", wh.PlanError, r"its member '1' is parallelized already")
+def member_first(rank: int, n: int) -> None:
+    """A model is planned as a whole."""
+    model = classifier()
+    wh.parallelize(model[1])  # type: ignore[index]
+    wh.parallelize(model)
+
+
+@mistake(A, "A member of a parallelized model", wh.PlanError, r"this Linear belongs to a parallelized model", ranks=2)
+def member_afterwards(rank: int, n: int) -> None:
+    """A model is planned as a whole."""
+    model = wh.parallelize(classifier())
+    wh.parallelize(model[1])  # type: ignore[index]
+
+
+@mistake(A, "A forward on the instance", wh.PlanError, r"Linear has a forward of its own on the instance")
+def forward_on_the_instance(rank: int, n: int) -> None:
+    """A wrapper put on the object would run in the place of whale_torch's."""
+    model = nn.Linear(4, 4)
+    model.forward = torch.relu  # type: ignore[method-assign, assignment]
+    wh.parallelize(model)
+
+
+@mistake(
+    A,
+    "A saved plan of another cluster",
+    wh.PlanError,
+    r"saved plan is for ranks \[4\] on its nodes, but \[2\] are running",
+    ranks=2,
+)
+def plan_of_another_cluster(rank: int, n: int) -> None:
+    """A plan names its ranks."""
+    plan = wh.plan(classifier(), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+    wh.parallelize(classifier(), plan=plan)
+
+
+@mistake(
+    A,
+    "A saved plan of another model",
+    wh.PlanError,
+    r"another model: the first that differs is '1\.weight' \[8, 4\] in the plan and '1\.weight' \[6, 4\] here",
+    ranks=2,
+)
+def plan_of_another_model(rank: int, n: int) -> None:
+    """A plan names the shape of every parameter."""
+    plan = wh.plan(classifier(8), cluster=wh.Cluster.of(nodes=1, ranks_per_node=2))
+    wh.parallelize(classifier(6), plan=plan)
+
+
+@mistake(
+    A,
+    "A saved plan of other scopes",
+    wh.PlanError,
+    r"module '1' is under wh\.split\(\) here and under wh\.replica\(\) in the saved plan",
+    ranks=2,
+    site=True,
+)
+def plan_of_other_scopes(rank: int, n: int) -> None:
+    """A plan and the scopes on a model have to say the same; a model without scopes takes the plan's."""
+    replicated = wh.annotate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), {"1": wh.replica()})
+    plan = wh.plan(replicated, cluster=wh.Cluster.of(nodes=1, ranks_per_node=2))
+    wh.parallelize(classifier(), plan=plan)
+
+
+@mistake(
+    A,
+    "A cluster that is not running",
+    wh.PlanError,
+    r"cluster described has ranks \[4, 4\] on its nodes, but \[2\] are running",
+    ranks=2,
+)
+def another_cluster(rank: int, n: int) -> None:
+    """cluster= of wh.parallelize is for speeds that differ from the measured ones."""
+    wh.parallelize(classifier(), cluster=wh.Cluster.of(nodes=2, ranks_per_node=4))
+
+
+@mistake(A, "A world without ranks", wh.PlanError, r"WORLD_SIZE is 2 but RANK is not set")
+def world_without_rank(rank: int, n: int) -> None:
+    """torchrun sets both."""
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "2"}):
+        os.environ.pop("RANK", None)
+        wh.parallelize(classifier())
+
+
+@mistake(
+    A,
+    "A module on meta that cannot initialise itself",
+    wh.PlanError,
+    r"module '' \(Bilinear\) was built on the meta device .* no reset_parameters\(\)",
+)
+def meta_without_reset(rank: int, n: int) -> None:
+    """Initial values of what was built on meta are made module by module."""
+    with torch.device("meta"):
+        model = Bilinear()
+    wh.parallelize(model)
+
+
+@mistake(A, "Weights that do not fit", wh.CheckpointError, r"weights given do not fit Sequential: .*1\.weight")
+def weights_that_do_not_fit(rank: int, n: int) -> None:
+    """weights= takes the whole state dict of this model."""
+    wh.parallelize(classifier(8), weights=classifier(6).state_dict())
+
+
+# ---- ranks that disagree ----
+
+
+@mistake(W, "Different models", wh.PlanError, r"ranks \[1\] plan another model than rank 0", ranks=3)
+def different_models(rank: int, n: int) -> None:
+    """Every rank builds the same model under the same scopes."""
+    wh.parallelize(classifier(8 if rank != 1 else 9))
+
+
+@mistake(
+    W,
+    "A mistake on one rank only",
+    wh.PlanError,
+    r"rank 2 was refused, and not every rank with it: .*3 ranks cannot be cut into groups of 2",
+    ranks=3,
+    site=True,
+)
+def mistake_on_one_rank(rank: int, n: int) -> None:
+    """All ranks stop with the same message; none waits for one that is gone."""
+    with wh.split(size=3 if rank < 2 else 2):
+        model = nn.Linear(4, 8)
+    wh.parallelize(model)
+
+
+@mistake(
+    W,
+    "Different batches in one replica",
+    wh.LayoutError,
+    r"ranks \[0, 1\] are one replica but were fed different batches \(rows \[2, 3\]",
+    ranks=2,
+    alone=True,
+)
+def different_batches(rank: int, n: int) -> None:
+    """The ranks of a replica { split } are one: they are fed the same batch."""
+    with wh.replica(), wh.split():
+        head = nn.Linear(4, 8)
+    model = wh.parallelize(nn.Sequential(head))
+    model(torch.ones(2 + rank, 4))
+
+
+@mistake(
+    W, "An operation on one rank only", wh.CommError, r"rank 0: 'amax' .*rank 1: 'cross_entropy'", ranks=2, alone=True
+)
+def rank_zero_only(rank: int, n: int) -> None:
+    """What is done to a split's output is done by all its ranks together."""
+    model = wh.parallelize(classifier(), timeout=10)
+    z = model(torch.ones(2, 4))
+    if rank == 0:
+        print(z.amax())
+    F.cross_entropy(z, torch.tensor([0, 1])).backward()
+
+
+# ---- training ----
+
+
+@mistake(T, "A replaced parameter", wh.PlanError, r"parameter '0\.weight' was replaced after wh\.parallelize", ranks=2)
+def replaced_parameter(rank: int, n: int) -> None:
+    """A new Parameter object is known to no reducer; its values can be written in place."""
+    model = wh.parallelize(classifier())
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))  # type: ignore[index]
+    model(torch.ones(2, 4))
+
+
+@mistake(
+    T,
+    "An optimizer that has stepped before",
+    wh.WhaleError,
+    r"has state '.*' .* for '1\.weight', which is cut over 2 ranks",
+    ranks=2,
+)
+def stepped_before(rank: int, n: int) -> None:
+    """Its moments have the shape of the whole parameter."""
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wh.parallelize(model)
+    F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+    optimizer.step()
+
+
+@mistake(
+    T,
+    "An optimizer that looks at whole tensors",
+    wh.WhaleError,
+    r"LBFGS .*but '1\.weight' is cut over 2 ranks",
+    ranks=2,
+)
+def whole_tensor_optimizer(rank: int, n: int) -> None:
+    """Its norms and products would be those of a shard."""
+    model = wh.parallelize(classifier())
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])))  # type: ignore[arg-type]
+
+
+@mistake(
+    T,
+    "torch's clip_grad_norm_ on shards",
+    wh.CommError,
+    r"the gradient of '0\.weight' differs between copies before an optimizer's "
+    r"step: norm [\d.]+ on rank 0, norm [\d.]+ on rank 1",
+    ranks=2,
+)
+def clipped_by_torch(rank: int, n: int) -> None:
+    """Each rank saw the norm of its own shards, and scaled by another number."""
+    model = wh.parallelize(classifier())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+
+
+@mistake(
+    T,
+    "no_sync on a model that is not parallelized",
+    wh.PlanError,
+    r"wh\.no_sync needs a parallelized model, got Linear",
+)
+def no_sync_on_a_plain_model(rank: int, n: int) -> None:
+    """A plain model has nothing to postpone."""
+    with wh.no_sync(nn.Linear(4, 4)):
+        pass
+
+
+@mistake(T, "An unknown reduction of a metric", wh.PlanError, r"""wh\.reduce knows "mean" and "sum", got 'max'""")
+def reduce_max(rank: int, n: int) -> None:
+    """Other reductions are torch.distributed's."""
+    wh.reduce(1.0, "max")
+
+
+class Layers(nn.Linear):
+    """A model that yields its outputs one by one."""
+
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:  # type: ignore[override]
+        return iter([super().forward(x)])
+
+
+@mistake(
+    T,
+    "An output that cannot be looked into",
+    wh.LayoutError,
+    r"the model returned a list_iterator, which may hold tensors that cannot be reached",
+    ranks=2,
+)
+def hidden_output(rank: int, n: int) -> None:
+    """Every differentiable output is weighed by the rows of its rank, so it has to be found."""
+    model = wh.parallelize(Layers(4, 4))
+    model(torch.ones(2, 4))
+
+
+# ---- the output of a split ----
+
+
+@mistake(
+    C,
+    "A gather that was forbidden",
+    wh.LayoutError,
+    r"softmax would gather \(2, 8\) of .*and wh\.split\(gather=\"error\"\) forbids it",
+    ranks=2,
+    site=True,
+)
+def forbidden_gather(rank: int, n: int) -> None:
+    """wh.split(gather="error") is a promise that no operation gathers all columns by accident."""
+    with wh.split(gather="error"):
+        head = nn.Linear(4, 8)
+    model = wh.parallelize(nn.Sequential(head))
+    model(torch.ones(2, 4)).softmax(-1)
+
+
+@mistake(
+    C,
+    "Written in place",
+    wh.LayoutError,
+    r"add_ would write into a split's output Columns\(shape=\(2, 8\), here 4 of 8 columns from [04]",
+    ranks=2,
+    site=True,
+    same=False,
+)
+def written_in_place(rank: int, n: int) -> None:
+    """A split's output is a view of the ranks' shards; its rows are an ordinary tensor."""
+    z = wh.parallelize(classifier())(torch.ones(2, 4))
+    z.add_(torch.arange(8.0))
+
+
+@mistake(
+    C,
+    "A hook on its gradient",
+    wh.LayoutError,
+    r"register_hook on a split's output Columns\(shape=\(2, 8\)",
+    ranks=2,
+    site=True,
+    same=False,
+)
+def hook_on_columns(rank: int, n: int) -> None:
+    """The gradient that arrives there is that of all rows of the group, for the columns of this rank."""
+    z = wh.parallelize(classifier())(torch.ones(2, 4))
+    z.register_hook(print)
+
+
+@mistake(C, "A label that is no class", IndexError, r"Target 8 is out of bounds", ranks=2)
+def label_out_of_range(rank: int, n: int) -> None:
+    """All ranks of the group say so, also those whose own labels are right."""
+    z = wh.parallelize(classifier())(torch.ones(2, 4))
+    F.cross_entropy(z, torch.tensor([0, 8 if rank == 1 else 1]))
+
+
+# ---- state ----
+
+
+@mistake(
+    M,
+    "torch.save of a shard",
+    wh.CheckpointError,
+    r"'1\.weight' is cut over ranks \[0, 1\]: this rank holds \(4, 4\) of \(8, 4\)",
+    ranks=2,
+)
+def saved_shard(rank: int, n: int) -> None:
+    """A file written on rank 0 would hold a part of the model."""
+    model = wh.parallelize(classifier())
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+@mistake(
+    M, "load_state_dict(assign=True)", wh.CheckpointError, r"load_state_dict\(assign=True\) would replace '", ranks=2
+)
+def assigned_state(rank: int, n: int) -> None:
+    """Parameters stay the same objects for the whole run."""
+    model = wh.parallelize(classifier())
+    model.load_state_dict(classifier().state_dict(), assign=True)
+
+
+@mistake(M, "A copy that trains", wh.LossError, r"this model is a copy of a parallelized one", ranks=2)
+def trained_copy(rank: int, n: int) -> None:
+    """A copy (an average of weights, say) evaluates; its gradients would stay on their rank."""
+    model = wh.parallelize(classifier())
+    again = copy.deepcopy(model)
+    F.cross_entropy(again(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
