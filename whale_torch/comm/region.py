@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from whale_torch.comm.collectives import gather_equal
-from whale_torch.errors import CommError, LayoutError
+from whale_torch.errors import CommError, LayoutError, PlanError
 from whale_torch.mesh import Group
 
 if TYPE_CHECKING:
     from whale_torch.comm.call import Call
 
-__all__ = ["Region"]
+__all__ = ["Region", "refuse_compile"]
 
 _COUNT_BITS = 40
 _TEXT_BYTES = 96
@@ -60,6 +60,11 @@ class Region:
         """Places in `columns` of the ranks that the `index`-th twin exchanges rows with."""
         shift = index - self.twins.index
         return tuple(p + shift for p in self.row_positions)
+
+    def check_eager(self) -> None:
+        """Raises PlanError where torch.compile traces a module of the region; its guards take no logical shapes."""
+        if torch.compiler.is_dynamo_compiling():
+            refuse_compile(self.label)
 
     def agree(self, operation: str, count: int, detail: str = "", fix: str = "") -> tuple[int, ...]:
         """Row counts of the region's feeds, once its ranks are known to be in one operation with equal `detail`.
@@ -159,6 +164,18 @@ class Region:
         entry = self.gathered.setdefault((operation, site), [0, 0.0])
         entry[0] += 1
         entry[1] += num_bytes
+
+
+class _CompileError(PlanError, AssertionError):
+    """Of the errors met while tracing, torch.compile hands on few kinds as they are; assertions are one."""
+
+
+def refuse_compile(label: str) -> None:
+    """Called while torch.compile traces; make_root marks it as one to run then, and not to trace."""
+    raise _CompileError(
+        f"torch.compile over a split: {label} runs on several ranks, in eager mode only.",
+        fix="compile the replicated parts: model.features = torch.compile(model.features), before or after wh.parallelize",
+    )
 
 
 def _to_bytes(text: str) -> torch.Tensor:

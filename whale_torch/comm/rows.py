@@ -36,6 +36,7 @@ def _counts(
     x: Tensor, region: Region, operation: str, detail: str, fix: str = "give all ranks of the split one kind of input"
 ) -> tuple[int, ...]:
     """Rows of each feed. Raises on every rank where ranks come with different dtypes or `detail`."""
+    region.check_eager()
     return region.agree(operation, x.shape[0], f"{x.dtype}{detail}", fix) if region.rows.size > 1 else (x.shape[0],)
 
 
@@ -48,6 +49,7 @@ def enter_rows(x: Tensor, region: Region) -> Rows:
 
     Gathered once for all modules that read the same tensor.
     """
+    region.check_eager()
     x = _plain_rows(x)
     lead = tuple(x.shape[:-1])
     known = region.recall(x, "rows")
@@ -97,6 +99,7 @@ def enter_columns(x: Tensor, widths: Sequence[int], region: Region) -> Rows:
 
     A split's output with the same cut is taken as it lies; anything else moves once.
     """
+    region.check_eager()
     if (
         isinstance(x, Columns)
         and x.place.region.columns is region.columns
@@ -151,6 +154,7 @@ def own_slice(counts: Sequence[int], region: Region) -> slice:
 
 def gather_plain(x: Tensor, counts: Sequence[int], region: Region, name: str) -> Tensor:
     """Own samples of a tensor without gradient (masks, ids) -> samples of all feeds, along dim 0."""
+    region.check_eager()
     with torch.no_grad():
         if x.dtype == torch.bool:
             return gather_feeds(x.to(torch.uint8), counts, region, name).bool()

@@ -7,8 +7,10 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from whale_torch.comm.region import refuse_compile
 from whale_torch.strategies.copies import Replacement
 from whale_torch.strategies.runtime import KEY, Runtime, runtime_of
 from whale_torch.strategies.state_hooks import refuse_assign
@@ -40,8 +42,8 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
         return base._get_name(self) if base._get_name is not nn.Module._get_name else base.__name__
 
     body = {
-        "forward": forward, "no_sync": no_sync, "_get_name": get_name, "load_state_dict": load_state_dict,
-        "_added": (KEY,),
+        "forward": torch.compiler.disable(forward, recursive=False), "no_sync": no_sync, "_get_name": get_name,
+        "load_state_dict": load_state_dict, "_added": (KEY,),
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
     bases = (base,) if issubclass(base, Replacement) else (Replacement, base)
@@ -50,6 +52,7 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def make_root(model: nn.Module, runtime: Runtime) -> None:
-    """Lets the model's forward run under its runtime."""
+    """Lets the model's forward run under its runtime, which torch.compile leaves out: it compiles the model's own."""
+    torch.compiler.assume_constant_result(refuse_compile)
     model.__dict__[KEY] = runtime
     model.__class__ = _root_class(type(model))  # type: ignore[arg-type]
