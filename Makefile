@@ -54,7 +54,7 @@ $(TORCH_STAMP): $(VENV_STAMP)
 	@echo "Into $(VENV), from $(if $(TORCH_INDEX),$(TORCH_INDEX) and )the package index pip is set up with:"
 	@echo "  $(TORCH)   200 MB as a CPU build (x86-64), about 3 GB as a CUDA build with its libraries;"
 	@echo "             pip takes the build the index offers: TORCH_INDEX=https://download.pytorch.org/whl/cpu has CPU ones"
-	@echo "  numpy 17 MB, english-words 10 MB, mypy 14 MB, ruff 12 MB, pytest, hypothesis, rich and setuptools 5 MB"
+	@echo "  transformers 40 MB, numpy 17 MB, english-words 10 MB, mypy 14 MB, ruff 12 MB, pytest, einops, rich and setuptools 5 MB"
 	@rm -f $(VENV)/torch*.stamp
 	$(PIP) install "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	@touch $@
