@@ -87,12 +87,16 @@ def build(
     bias: bool = True,
     lead: tuple[int, ...] = (),
     frozen: str = "",
+    compiled: tuple[str, Any] = ("", None),
     **options: Any,
 ) -> Case:
-    """layout: "own" (one region), "groups" (regions of 2), "shared" (of 2 that are one feed), "mixed" (feeds of 2),
+    """A case of one rank.
+
+    layout: "own" (one region), "groups" (regions of 2), "shared" (of 2 that are one feed), "mixed" (feeds of 2),
     "replica" (no split).
 
-    counts: rows of each feed, taken in turn; lead: further dimensions of a row; frozen: a pattern of names.
+    counts: rows of each feed, taken in turn; lead: further dimensions of a row; frozen: a pattern of names;
+    compiled: a member to compile first, and with which backend.
     """
     torch.manual_seed(7)
     model: nn.Module = Classifier(layout, num_classes, bias=bias, **options).to(dtype)
@@ -105,6 +109,8 @@ def build(
     counts = [counts[k % len(counts)] for k in range(feeds)]
     x = torch.randn(sum(counts), *lead, 5, dtype=dtype)
     y = torch.randint(num_classes, (sum(counts), *lead))
+    if compiled[0]:
+        setattr(model, compiled[0], torch.compile(getattr(model, compiled[0]), backend=compiled[1]))
     wh.parallelize(model, timeout=timeout)
     return Case(model, alone, counts, rank // feed_size, x, y)
 
@@ -118,7 +124,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found[name] = full_tensor(parameter, grad)
+        found[name.replace("_orig_mod.", "")] = full_tensor(parameter, grad)
     return found
 
 

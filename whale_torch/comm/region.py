@@ -15,7 +15,7 @@ from whale_torch.mesh import Group
 if TYPE_CHECKING:
     from whale_torch.comm.call import Call
 
-__all__ = ["Region", "refuse_compile"]
+__all__ = ["CompileError", "Region", "refuse_compile"]
 
 _COUNT_BITS = 40
 _TEXT_BYTES = 96
@@ -166,13 +166,13 @@ class Region:
         entry[1] += num_bytes
 
 
-class _CompileError(PlanError, AssertionError):
+class CompileError(PlanError, AssertionError):
     """Of the errors met while tracing, torch.compile hands on few kinds as they are; assertions are one."""
 
 
 def refuse_compile(label: str) -> None:
     """Called while torch.compile traces; make_root marks it as one to run then, and not to trace."""
-    raise _CompileError(
+    raise CompileError(
         f"torch.compile over a split: {label} runs on several ranks, in eager mode only.",
         fix="compile the replicated parts: model.features = torch.compile(model.features)",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,13 +18,22 @@ from whale_torch.strategies.state_hooks import refuse_assign
 __all__ = ["make_root"]
 
 
+_LEFT_OUT = "whale_torch counts rows around a model's forward; compile its parts: m.part = torch.compile(m.part)"
+
+
 @functools.cache
-def _root_class(base: type[nn.Module]) -> type[nn.Module]:
+def _root_class(base: type[nn.Module], compiles: Literal["whole", "parts", "no split"]) -> type[nn.Module]:
     original = base.forward
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[KEY].run(original, self, args, kwargs)
+        runtime = self.__dict__[KEY]
+        if compiles == "no split" and torch.compiler.is_dynamo_compiling():
+            refuse_compile(runtime.regions[0].label)
+        return runtime.run(original, self, args, kwargs)
+
+    if compiles == "parts":
+        forward = torch.compiler.disable(forward, reason=_LEFT_OUT)
 
     def no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
         """As whale_torch.no_sync(model)."""
@@ -42,7 +51,7 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
         return base._get_name(self) if base._get_name is not nn.Module._get_name else base.__name__
 
     body = {
-        "forward": torch.compiler.disable(forward, recursive=False), "no_sync": no_sync, "_get_name": get_name,
+        "forward": forward, "no_sync": no_sync, "_get_name": get_name,
         "load_state_dict": load_state_dict, "_added": (KEY,),
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
     }  # fmt: skip
@@ -52,7 +61,12 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def make_root(model: nn.Module, runtime: Runtime) -> None:
-    """Lets the model's forward run under its runtime, which torch.compile leaves out: it compiles the model's own."""
+    """Lets the model's forward run under its runtime.
+
+    torch.compile of the whole model raises PlanError where it holds splits, and runs a model of replicas as it is;
+    replicated parts compile.
+    """
     torch.compiler.assume_constant_result(refuse_compile)
     model.__dict__[KEY] = runtime
-    model.__class__ = _root_class(type(model))  # type: ignore[arg-type]
+    compiles = "no split" if runtime.regions else "whole" if runtime.mesh.world == 1 else "parts"
+    model.__class__ = _root_class(type(model), compiles)  # type: ignore[arg-type]
