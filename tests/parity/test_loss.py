@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import whale_torch as wh
 from tests.parity.split_case import BAR, Case, Use, build, compare, gradients_of, number, worst_error
 from tests.world import world
 from whale_torch.comm import loss as loss_module
@@ -561,3 +563,53 @@ def _corrupted(rank: int, n: int) -> bool:
 
 def test_corrupted_logits_are_seen() -> None:
     assert not any(world(2, _corrupted))
+
+
+# ---- a loss for every pixel
+
+
+class _Pixels(nn.Module):
+    """A convolution cut by output channels, whose channels are classes."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside = inside
+        self.first = nn.Conv2d(2, 3, 1)
+        with wh.split(cut="columns"):
+            self.head = nn.Conv2d(3, 7, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = self.head(self.first(x).tanh())
+        return _pixel_loss(z, y) if self.inside else z
+
+
+def _pixel_loss(z: Tensor, y: Tensor) -> Tensor:
+    own = F.cross_entropy(z, y, reduction="none")
+    assert own.shape == y.shape
+    everything = F.cross_entropy(z, _marked(y), _class_weights(7), label_smoothing=0.1)
+    return everything + own.mean()
+
+
+def _pixels(rank: int, n: int, inside: bool) -> tuple[float, bool]:
+    torch.manual_seed(1)
+    model = _Pixels(inside)
+    alone = copy.deepcopy(model)
+    wh.parallelize(model)
+    counts = [2, 1, 3][:n]
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(sum(counts), 2, 3, 4, generator=generator)
+    y = torch.randint(7, (sum(counts), 3, 4), generator=generator)
+    here = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    out = model(x[here], y[here])
+    stays = isinstance(out, Columns) or inside
+    gathers = wh.plan(model).gathers
+    (out if inside else _pixel_loss(out, y[here])).backward()
+    alone.inside = True
+    alone(x, y).backward()
+    return worst_error(gradients_of(model), gradients_of(alone)), stays and not gathers
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_pixels(inside: bool) -> None:
+    for error, stays in world(3, _pixels, inside):
+        assert error < BAR and stays
