@@ -21,6 +21,7 @@ from whale_torch.comm.collectives import (
     gather_equal,
     reduce_scatter_equal,
 )
+from whale_torch.exits import failed
 from whale_torch.mesh import Group, TwoLevels
 
 __all__ = ["Packed", "Reduction", "Staging"]
@@ -58,6 +59,7 @@ class Staging:
         self._free.append(buffer)
 
 
+_STOP_S = 5.0
 _Queue = queue.SimpleQueue["tuple[Future[float], Callable[[], float]] | None"]
 
 
@@ -70,6 +72,16 @@ def _work(todo: _Queue) -> None:
             future.set_exception(error)
 
 
+def _stop(todo: _Queue, thread: threading.Thread) -> None:
+    """Ends the thread, and waits for its end: one that wakes while the interpreter goes aborts the process.
+
+    After an error it may sit in a collective that nobody answers: then the process ends without it (exits.py).
+    """
+    todo.put(None)
+    if not failed() and thread is not threading.current_thread():
+        thread.join(_STOP_S)
+
+
 class _Worker:
     """One thread that runs work of several phases in the order it came; it never keeps a failed process alive.
 
@@ -79,8 +91,9 @@ class _Worker:
     def __init__(self) -> None:
         self._todo: _Queue = queue.SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
-        threading.Thread(target=_work, args=(self._todo,), name="whale-reduce", daemon=True).start()
-        self.close = weakref.finalize(self, self._todo.put, None)
+        thread = threading.Thread(target=_work, args=(self._todo,), name="whale-reduce", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _stop, self._todo, thread)
 
     def run(self, work: Callable[[], float], device: torch.device) -> Callable[[], float]:
         """Begins; the returned function waits for the result."""
