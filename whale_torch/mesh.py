@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,7 @@ class _Pool:
     def __init__(self) -> None:
         self.world: object = None
         self.groups: dict[tuple[Any, ...], Group] = {}
+        self.made: weakref.WeakSet[Group] = weakref.WeakSet()
 
     def of_this_world(self) -> dict[tuple[Any, ...], Group]:
         if self.world is not dist.group.WORLD:
@@ -138,6 +140,7 @@ class Mesh:
             if mine is None:
                 raise AssertionError(f"rank {self.rank} is in none of {blocks}")
             groups[key] = mine
+            _pool.made.add(mine)
         return groups[key]
 
     def _shared(self) -> dict[tuple[Any, ...], Group]:
@@ -196,6 +199,9 @@ def _end() -> None:
     if dist.is_initialized() and not failed():
         _pool.groups.clear()
         dist.destroy_process_group()
+        # the last reference joins gloo's threads; one that still runs when the interpreter goes aborts the process
+        for group in list(_pool.made):
+            group.process_group = None
 
 
 def start(device: torch.device | str | None = None, timeout: timedelta | None = None) -> Mesh:
