@@ -306,7 +306,7 @@ def test_gathers_are_cached_and_listed() -> None:
         assert [(name, count) for name, _, count, _ in gathers] == [("softmax", 1), ("sum", 1)]
         assert all(Path(site.partition(":")[0]).name == Path(__file__).name for _, site, _, _ in gathers)
         assert gathers[0][3] in (3 * 10 * 4, 2 * 10 * 4)
-        assert "Gathered without being asked to" in text and Path(gathers[0][1]).name in text
+        assert "were gathered because" in text and Path(gathers[0][1]).name in text
 
 
 def test_a_strict_scope_refuses_gathers() -> None:
