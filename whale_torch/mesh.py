@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from whale_torch import gloo
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 from whale_torch.exits import failed, watch_exit
@@ -150,7 +151,7 @@ class Mesh:
         """Makes one group; ranks outside it take part, since all count the groups made so far."""
         # new_group does not inherit the time-out of the world's group
         group: dist.ProcessGroup | None = dist.new_group(
-            list(block), timeout=self.timeout, backend=_backend(self.device)
+            list(block), timeout=self.timeout, backend=_backend(self.device, gloo.register())
         )
         return group
 
@@ -165,9 +166,9 @@ class Mesh:
 _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
-def _backend(device: torch.device) -> str:
+def _backend(device: torch.device, host: str) -> str:
     """Small host-side messages always travel by gloo, so that no device is waited for."""
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{_DEVICE_BACKENDS[device.type]}"
+    return f"cpu:{host}" if device.type == "cpu" else f"cpu:{host},{device.type}:{_DEVICE_BACKENDS[device.type]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +203,7 @@ def _end() -> None:
         # the last reference joins gloo's threads; one that still runs when the interpreter goes aborts the process
         for group in list(_pool.made):
             group.process_group = None
+        gloo.forget_devices()
 
 
 def start(device: torch.device | str | None = None, timeout: timedelta | None = None) -> Mesh:
@@ -221,7 +223,7 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
             raise PlanError(
                 f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py"
             )
-        dist.init_process_group(_backend(device), timeout=timeout)
+        dist.init_process_group(_backend(device, "gloo"), timeout=timeout)
         atexit.register(_end)
     rank = dist.get_rank()
     watch_exit(rank)

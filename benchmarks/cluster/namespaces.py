@@ -131,19 +131,28 @@ def build_network(nodes: int, rate: str) -> tuple[Namespace, list[Namespace]]:
 
     Raises CalledProcessError with the text of `ip` or `tc` where the kernel lacks veth, bridge or tbf.
     """
-    bits = bits_per_second(rate)
-    burst = max(int(bits / 8 * _BURST_SECONDS), 16 << 10)
-    queue = max(int(bits / 8 * _QUEUE_SECONDS), 1 << 20)
     with contextlib.ExitStack() as undo:
         switch, members = Namespace(), [Namespace() for _ in range(nodes)]
         for namespace in (switch, *members):
             undo.callback(namespace.close)
-        _join(switch, members, f"root tbf rate {int(bits)}bit burst {burst} limit {queue}")
+        _join(switch, members)
+        shape_links(switch, members, rate)
         undo.pop_all()
     return switch, members
 
 
-def _join(switch: Namespace, members: Sequence[Namespace], shape: str) -> None:
+def shape_links(switch: Namespace, members: Sequence[Namespace], rate: str) -> None:
+    """Gives every link the rate, in both directions; what is queued on one is lost and sent again."""
+    bits = bits_per_second(rate)
+    burst = max(int(bits / 8 * _BURST_SECONDS), 16 << 10)
+    queue = max(int(bits / 8 * _QUEUE_SECONDS), 1 << 20)
+    shape = f"root tbf rate {int(bits)}bit burst {burst} limit {queue}"
+    _batch("tc", switch, [f"qdisc replace dev port{index} {shape}" for index in range(len(members))])
+    for node in members:
+        _batch("tc", node, [f"qdisc replace dev {INTERFACE} {shape}"])
+
+
+def _join(switch: Namespace, members: Sequence[Namespace]) -> None:
     lines = ["link add switch type bridge", "link set switch up"]
     for index, node in enumerate(members):
         lines += [
@@ -151,11 +160,9 @@ def _join(switch: Namespace, members: Sequence[Namespace], shape: str) -> None:
             f"link set port{index} master switch addrgenmode none up",
         ]
     _batch("ip", switch, lines)
-    _batch("tc", switch, [f"qdisc add dev port{index} {shape}" for index in range(len(members))])
     for index, node in enumerate(members):
         lines = ["link set lo up", f"link set {INTERFACE} addrgenmode none", f"link set {INTERFACE} up"]
         _batch("ip", node, [*lines, f"addr add {node_address(index)}/16 dev {INTERFACE}"])
-        _batch("tc", node, [f"qdisc add dev {INTERFACE} {shape}"])
 
 
 def _batch(tool: str, namespace: Namespace, lines: Sequence[str]) -> None:

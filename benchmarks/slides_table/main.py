@@ -24,6 +24,8 @@ from benchmarks.slides_table.variants import FAST, VARIANTS, batch_of, make
 
 __all__ = ["main"]
 
+_FULL_SPEED = "10gbit"
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -39,12 +41,16 @@ class Cell:
 
 
 def _measure(
-    rank: int, cell: Cell, names: tuple[str, ...], flat: Tensor | None
+    rank: int, cluster: Cluster, cell: Cell, names: tuple[str, ...], flat: Tensor | None
 ) -> tuple[dict[str, Trace], dict[str, float], Tensor]:
     """Traces, how far each variant's features are from those of `flat` after the same steps, and flat's features."""
     dist.init_process_group("gloo")
     rows = cell.batch // cell.scale.images_per_row
     variants = {name: make(name, cell.scale, cell.half) for name in names}
+    dist.barrier()
+    if rank == 0:  # groups are made at full speed: scaled links would need minutes for all addresses
+        cluster.set_rate(cell.scale.rate)
+    dist.barrier()
 
     def step_of(name: str, first: int) -> Step:
         def step(number: int) -> Tensor:
@@ -114,7 +120,8 @@ def _run(cell: Cell) -> tuple[dict[str, Summary], dict[str, float]]:
             print(f"{cell.ranks} ranks, batch {cell.batch}: one stream gets {share:.0%} of a link", flush=True)
         summaries, errors, flat = {}, {}, None
         for names in _worlds(cell.names):
-            results: list[Any] = cluster.run(_measure, cell, names, flat)
+            cluster.set_rate(_FULL_SPEED)
+            results: list[Any] = cluster.run(_measure, cluster, cell, names, flat)
             flat = results[0][2]
             summaries |= summarize([traces for traces, _, _ in results])
             errors |= {name: max(errors[name] for _, errors, _ in results) for name in names}
