@@ -49,6 +49,8 @@ PRIVATE_TORCH = {
     "torch.autograd.Variable._execution_engine.queue_callback": {"comm"},
     # Whether backward() or torch.autograd.grad runs, as torch's own register_multi_grad_hook asks.
     "torch._C._will_engine_execute_node": {"comm"},
+    # Where F.cross_entropy and F.nll_loss go; every public way to see them costs Python at each other operation.
+    "torch._C._nn": {"comm"},
     # What repr shows: subclasses are meant to override it.
     "torch.nn.Module._get_name": {"strategies"},
     # Compared only: does a scaler look for overflow as torch's does, in one rank's gradients?

@@ -511,7 +511,7 @@ def _always_overwrite(x: Any) -> None:
 
 
 def _own_seed(x: Any) -> None:
-    loss_module.MeanSeed.backward = staticmethod(lambda ctx, grad: (grad, None))  # type: ignore[method-assign]
+    loss_module.mean_of_seeds = lambda grad, region: grad  # type: ignore[assignment]
 
 
 def _no_delivery(x: Any) -> None:

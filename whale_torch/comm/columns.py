@@ -29,6 +29,7 @@ __all__ = [
     "Deferred",
     "Hold",
     "dropout",
+    "dtype_and_device",
     "plain",
     "register_function",
     "registered_function",
@@ -245,6 +246,12 @@ def plain(x: Tensor) -> Tensor:
         return x.deferred.make()
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
+
+
+def dtype_and_device(z: Columns) -> tuple[torch.dtype, torch.device]:
+    """Read without the detour over the subclass's rules; of the output to come where it was put off."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return z.dtype, z.device
 
 
 def _gathered(value: Any, name: str) -> Any:
