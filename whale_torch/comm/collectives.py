@@ -113,8 +113,8 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
     out = x.new_empty(group.size, *x.shape)
     group.count(x.numel() * x.element_size() * (group.size - 1), name)
     if x.numel() * x.element_size() * group.size <= _SMALL_BYTES and x.device.type == "cpu":
-        spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
-        _run(group, name, lambda: _start_all_to_all(out.view(group.size, -1), spread, group).wait())
+        spread = x.expand(group.size, *x.shape).contiguous()
+        _run(group, name, lambda: _start_all_to_all(out, spread, group).wait())
     else:
         _run(group, name, lambda: _all_gather(out.view(-1), x.view(-1), group=group.process_group))
     return out

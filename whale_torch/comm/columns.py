@@ -75,6 +75,10 @@ class ColumnsPlace:
         alike = mine == (other.counts, other.widths, other.lead, other.tail)
         return alike and self.region is other.region and self.call is other.call
 
+    def given_by(self, call: Call) -> ColumnsPlace:
+        """The place once a forward of the model gives the Columns to the user."""
+        return ColumnsPlace(self.region, self.counts, self.widths, self.lead, self.tail, call, self.applied)
+
     def agree(self, operation: str, detail: str = "") -> None:
         """Raises on every rank of the region where ranks are in different operations, or came by different numbers."""
         self.region.agree(operation, self.mine, " ".join(filter(None, (*self.applied, detail))))

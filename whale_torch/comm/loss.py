@@ -41,7 +41,7 @@ class _Rows:
         if self.plain:
             self.target, self.smooth = target, None
             self.hard = self.soft = torch.ones(target.shape, dtype=dtype, device=target.device)
-            self.denominator = torch.tensor(float(target.numel()), dtype=dtype)
+            self.denominator: Tensor | float = float(target.numel())
             return
         keep = target != options.ignore_index
         self.target = target.masked_fill(~keep, -1)
@@ -56,10 +56,10 @@ class _Rows:
         self.soft = self.hard if self.smooth is None else self.hard + self.smooth * weight_sum
         self.denominator = weight.sum()
 
-    def weigh(self, lse: Tensor, target_logit: Tensor, smooth_sum: Tensor) -> Tensor:
+    def weigh(self, lse: Tensor, target_logit: Tensor, smooth_sum: Tensor | None) -> Tensor:
         """The loss of each row; 0 of an ignored one, also where its logits are infinite."""
         losses = self.soft * lse - self.hard * target_logit
-        if self.smooth is not None:
+        if self.smooth is not None and smooth_sum is not None:
             losses = losses - self.smooth * smooth_sum
         return torch.where(self.target < 0, 0.0, losses)
 
@@ -97,7 +97,7 @@ class _Problem:
     def finish(self, stats: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
         """Each rank's statistics [4, rows] -> log-sum-exp of all rows and the reduced loss."""
         region, rows = self.place.region, self.rows
-        lse, target_logit, smooth_sum = _combine(stats, region)
+        lse, target_logit, smooth_sum = _combine(stats, region, smooth=rows.smooth is not None)
         losses = lse - target_logit if rows.plain else rows.weigh(lse, target_logit, smooth_sum)
         if self.reduction == "none":
             return lse, own_feed(losses, self.place.counts, region).clone()
@@ -119,8 +119,7 @@ class _Problem:
         elif self.divisor is None:
             per_row = grad * self.sum_scale
         else:
-            divisor = self.divisor()
-            per_row = torch.where(divisor == 0, 0.0, grad / divisor).to(grad.dtype)
+            per_row = _divided(grad, self.divisor())
         soft = per_row * rows.soft
         if rows.plain:
             return soft, soft, None
@@ -185,30 +184,36 @@ CHUNK = 4096
 """Columns of one chunk of the chunked loss."""
 
 
-def _combine(stats: Tensor, region: Region) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(stats: Tensor, region: Region, *, smooth: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """log-sum-exp, target logit and weighted sum over all columns, from each rank's [4, rows]."""
-    if region.columns.size == 1:
-        return stats[0] + stats[1].log(), stats[2], stats[3]
     parts = gather_equal(stats, region.columns, name="cross_entropy statistics")
-    top = parts[:, 0].max(0).values
-    scale = torch.where(parts[:, 0] == -torch.inf, 0.0, (parts[:, 0] - top).exp())
-    return top + (parts[:, 1] * scale).sum(0).log(), parts[:, 2].sum(0), parts[:, 3].sum(0)
+    lse = (parts[:, 0] + parts[:, 1].log()).logsumexp(0)
+    return lse, parts[:, 2].sum(0), parts[:, 3].sum(0) if smooth else None
 
 
 class _Divisor:
     """What a mean's gradient is divided by: the mean of the ranks' counts of labels, times `share`, by which the
     gradient of the model's output will be multiplied. The counts travel while the model runs."""
 
-    def __init__(self, mine: Tensor, copies: Group, share: Callable[[], float]):
-        self._sum = mine.detach().to(torch.float64).reshape(1).clone()
-        self._wait = all_reduce_async(self._sum, copies, name="count of labels")
-        self._size, self._share, self._waited = copies.size, share, False
+    def __init__(self, mine: Tensor | float, copies: Group, share: Callable[[], float]):
+        self._sum, self._share, self._size = mine, share, copies.size
+        self._wait: Callable[[], None] | None = None
+        if copies.size > 1:
+            self._sum = torch.as_tensor(mine).detach().to(torch.float64).clone()
+            self._wait = all_reduce_async(self._sum, copies, name="count of labels")
 
-    def __call__(self) -> Tensor:
-        if not self._waited:
+    def __call__(self) -> Tensor | float:
+        if self._wait is not None:
             self._wait()
-            self._waited = True
-        return self._sum[0] * (self._share() / self._size)
+            self._wait = None
+        return self._sum * (self._share() / self._size)
+
+
+def _divided(x: Tensor, by: Tensor | float) -> Tensor:
+    """x / by, and 0 where there is nothing to divide by."""
+    if isinstance(by, float):
+        return x / by if by else torch.zeros_like(x)
+    return torch.where(by == 0, 0.0, x / by).to(x.dtype)
 
 
 def cross_entropy(
@@ -266,6 +271,8 @@ def _runs_across(z: Columns, target: Tensor, size_average: Any, reduce: Any, red
 
 def _flat(place: ColumnsPlace) -> ColumnsPlace:
     """The place of the same logits with one row for each pixel behind the columns."""
+    if not place.tail:
+        return place
     pixels = torch.Size(place.tail).numel()
     counts = tuple(count * pixels for count in place.counts)
     return replace(place, counts=counts, lead=(place.mine * pixels,), tail=())
@@ -346,8 +353,7 @@ class TrueMeanLoss:
         divisor = _Divisor(mine, self._copies, self._call.weight)
 
         def factor() -> Tensor:
-            by = divisor()
-            return torch.where(by == 0, torch.zeros_like(by), mine / by)
+            return _divided(mine.to(torch.float64), divisor())
 
         scaled: Tensor = _ScaleBackward.apply(out, factor)  # type: ignore[no-untyped-call]
         return scaled
