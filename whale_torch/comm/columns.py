@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,14 @@ class ColumnsPlace:
 
     def agree(self, operation: str, detail: str = "") -> None:
         """Raises on every rank of the region where ranks are in different operations, or came by different numbers."""
-        self.region.agree(operation, self.mine, " ".join(filter(None, (*self.applied, detail))))
+        self.region.agree(operation, self.mine, self._told(detail))
+
+    def agree_with(self, operation: str, numbers: Sequence[int], detail: str) -> list[Sequence[int]]:
+        """As agree, with some numbers of this rank's feed: those of all feeds of the region."""
+        return self.region.agree_with(operation, numbers, self._told(detail))
+
+    def _told(self, detail: str) -> str:
+        return " ".join(filter(None, (*self.applied, detail)))
 
 
 class _Memory:

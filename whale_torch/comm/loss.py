@@ -20,7 +20,7 @@ from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
 from whale_torch.comm.columns import Columns, ColumnsPlace, dtype_and_device, plain, register_function
 from whale_torch.comm.loss_watch import Loss, watch
-from whale_torch.comm.region import Region
+from whale_torch.comm.region import MOST_NUMBERS, Region
 from whale_torch.errors import LossError
 from whale_torch.mesh import Group
 from whale_torch.ops.precision import autocast_dtype
@@ -240,8 +240,7 @@ def cross_entropy(
     _check_options(options, num_classes)
     z_dtype, device = dtype_and_device(z)
     detail = f"{z_dtype} {reduction} ignore_index={ignore_index} label_smoothing={label_smoothing} {weight is not None}"
-    place.agree("cross_entropy", detail)
-    targets = gather_feeds(target.reshape(-1).long(), place.counts, place.region, "cross_entropy labels")
+    targets = _targets_of_all(target.reshape(-1).long(), place, detail)
     dtype = torch.float64 if z_dtype == torch.float64 else torch.float32
     rows = _Rows(targets, options, num_classes, dtype)
     if not rows.plain:
@@ -258,6 +257,18 @@ def cross_entropy(
         out = deliver(out, place.call, weigh=reduction == "none")
     out = out.reshape(target.shape) if reduction == "none" else out
     return out if out.dtype is z_dtype or autocast_dtype(device) else out.to(z_dtype)
+
+
+def _targets_of_all(mine: Tensor, place: ColumnsPlace, detail: str) -> Tensor:
+    """The feed's class numbers -> those of the region's feeds; few of them travel with what the ranks agree on."""
+    region, counts = place.region, place.counts
+    if region.rows.size > 1 and region.on_host and max(counts) <= MOST_NUMBERS:
+        numbers = [0] * mine.numel() if mine.is_meta else mine.tolist()
+        rows = place.agree_with("cross_entropy", numbers, detail)
+        labels = [label for row, count in zip(rows, counts, strict=True) for label in row[:count]]
+        return torch.tensor(labels, dtype=torch.int64, device=mine.device)
+    place.agree("cross_entropy", detail)
+    return gather_feeds(mine, counts, region, "cross_entropy labels")
 
 
 def _runs_across(z: Columns, target: Tensor, size_average: Any, reduce: Any, reduction: str) -> bool:
