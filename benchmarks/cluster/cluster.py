@@ -13,7 +13,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.cluster.namespaces import Namespace, bits_per_second, build_network, measure_rate, refusal, sent_bytes, shape_links
+from benchmarks.cluster.namespaces import (
+    Namespace,
+    bits_per_second,
+    build_network,
+    measure_rate,
+    refusal,
+    sent_bytes,
+    shape_links,
+)
 from benchmarks.cluster.ranks import Place, Rank, fork_rank
 from whale_torch.errors import WhaleError
 
@@ -68,7 +76,7 @@ class Cluster:
         return self
 
     def set_rate(self, rate: str) -> None:
-        """Changes the rate of every link, in the owner or in one rank while nothing travels: set-up need not be slow."""
+        """Changes the rate of every link, in the owner or a rank while nothing travels: set-up need not be slow."""
         *members, switch = self._namespaces
         shape_links(switch, members, rate)
         self.rate, self.bits_per_second = rate, bits_per_second(rate)
