@@ -705,7 +705,7 @@ def test_a_parallelized_model_takes_no_annotation():
         with wh.split():
             nn.ModuleDict({"inner": model["features"]})
     fresh = nn.Linear(4, 4)
-    with pytest.raises(AnnotationError, match="module 'old.head' belongs"):
+    with pytest.raises(AnnotationError, match=r"module 'old\.head' belongs"):
         wh.annotate(nn.ModuleDict({"new": fresh, "old": model}), {"new|old.head": wh.split()})
     assert not annotations_of(fresh) and not annotations_of(model["head"])
     wh.split(copy.deepcopy(nn.Linear(4, 8)))
