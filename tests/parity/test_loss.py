@@ -95,6 +95,31 @@ def test_gradients(n: int, layout: str, num_classes: int, counts: list[int], ins
         assert {name: error for name, error in errors.items() if not error < BAR} == {}
 
 
+MANY = 100_003  # a prime: no number of ranks divides it
+
+
+def _many_classes(rank: int, n: int, chunked: bool) -> tuple[tuple[int, ...], dict[str, float], float]:
+    case = build(rank, n, "own", MANY, [4, 1, 2], chunked_loss=chunked)
+    widths = wh.plan(case.model).cuts[0].widths
+    starts = [sum(widths[:i]) for i in range(n)]
+    # every rank's first and last class, on rows of all feeds
+    case.y = torch.tensor([c for start, width in zip(starts, widths, strict=True) for c in (start, start + width - 1)])
+    case.y = case.y.repeat(2)[: len(case.x)]
+    errors = {name: compare(case, LOSSES[name], whole_batch=True) for name in ("mean", "everything")}
+    with torch.no_grad():
+        best = case.model(case.x[case.here]).argmax(1)
+        wrong = number((best != case.alone(case.x[case.here]).argmax(1)).float().sum())
+    return widths, errors, wrong
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_hundred_thousand_classes_cut_unevenly(n: int, chunked: bool) -> None:
+    for widths, errors, wrong in world(n, _many_classes, chunked):
+        assert sum(widths) == MANY and max(widths) - min(widths) == 1
+        assert {name: error for name, error in errors.items() if not error < BAR} == {} and wrong == 0
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("n", "layout", "num_classes", "counts"), [LAYOUTS[0], LAYOUTS[3], LAYOUTS[4], LAYOUTS[7]])
 def test_chunked(n: int, layout: str, num_classes: int, counts: list[int], bias: bool) -> None:
