@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.split_case import BAR, Case, Use, build, compare, gradients_of, number, worst_error
+from tests.parity.metric import relative_error
+from tests.parity.split_case import BAR, Case, Use, build, compare, gradients_of, number
 from tests.world import world
 from whale_torch.comm import loss as loss_module
 from whale_torch.comm.columns import Columns, Deferred, Hold
@@ -356,7 +357,7 @@ def _backward_twice(rank: int, n: int, chunked: bool) -> tuple[float, str]:
     loss.backward()
     expected = F.cross_entropy(case.alone(case.x), case.y)
     (2 * expected).backward()
-    error = worst_error(gradients_of(case.model), gradients_of(case.alone))
+    error = relative_error(gradients_of(case.model), gradients_of(case.alone))
     loss = F.cross_entropy(case.model(x), y)
     loss.backward(retain_graph=True)
     try:
@@ -389,7 +390,7 @@ def _two_forwards(rank: int, n: int, layout: str, inside: bool) -> float:
         loss = use(first, case.y[here]) + use(second, other.y[there])
     loss.backward()
     (use(case.alone(case.x), case.y) + use(case.alone(other.x), other.y)).backward()
-    return worst_error(gradients_of(case.model), gradients_of(case.alone))
+    return relative_error(gradients_of(case.model), gradients_of(case.alone))
 
 
 def build_batch(case: Case) -> Case:
@@ -631,7 +632,7 @@ def _pixels(rank: int, n: int, inside: bool) -> tuple[float, bool]:
     (out if inside else _pixel_loss(out, y[here])).backward()
     alone.inside = True
     alone(x, y).backward()
-    return worst_error(gradients_of(model), gradients_of(alone)), stays and not gathers
+    return relative_error(gradients_of(model), gradients_of(alone)), stays and not gathers
 
 
 @pytest.mark.parametrize("inside", [False, True])
