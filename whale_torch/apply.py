@@ -104,7 +104,7 @@ def parallelize(
     if is_meta(model):
         given = state or {}
         _together(mesh, lambda: check_can_materialize(model, init_fn, given))
-        shards = {name: (cut.shard, cut.index) for name, cut in cuts.items()}
+        shards = {name: (at.shard, at.parts.index) for name, at in cuts.items() if at.shard and at.parts}
         materialize(model, shards, seed=seed, init_fn=init_fn, given=given, any_rank=lambda flag: _any_rank(mesh, flag))
     regions = apply_split(model, made, mesh, cuts)
     attach_state_hooks(model)
