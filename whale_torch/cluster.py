@@ -1,4 +1,4 @@
-"""The cluster a plan is made for: measured, described in a file, or invented."""
+"""The cluster a plan is made for: the running one, described in a file, or invented."""
 
 from __future__ import annotations
 

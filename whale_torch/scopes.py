@@ -64,7 +64,7 @@ def replica(
     loss: "sum" where the loss is a sum over samples, so that gradients are summed and not averaged.
     batch_dim: the dim that counts samples; by default dim 0 of the first input tensor that has one, in the order of the
         call's arguments. Or for inputs of the model by name, the dim that counts samples, or None where an input has
-        none: needed where the first tensor is no batch (a (T, T) mask, (1, T) positions). A list of tensors under a
+        none: needed where the first tensor is not a batch (a (T, T) mask, (1, T) positions). A list of tensors under a
         name counts its items. Without any tensor all ranks weigh the same. Samples are weighed where the model's own
         forward returns: methods called past it weigh alike.
 
@@ -195,7 +195,7 @@ def pipeline(
     num_stages: stages to cut the model into where none is annotated.
     schedule: order of forwards and backwards; None lets the plan choose.
     num_ranks: ranks of one pipeline; None is the largest divisor of the world not above the number of stages.
-    micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is no mean over samples.
+    micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is not a mean over samples.
     batch_dim: for inputs of the model by name, the dim that counts samples, or None where an input has none.
 
     Raises: AnnotationError for a value outside these, and for an illegal nesting.
