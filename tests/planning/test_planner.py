@@ -288,6 +288,18 @@ def test_what_is_known_of_a_cluster_is_printed_and_nothing_else() -> None:
     )
 
 
+def test_the_two_levels_of_blocks() -> None:
+    cluster = wh.Cluster(ranks_of_nodes=(2, 2))
+    assert cluster.levels_of(((0, 1, 2, 3),)) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    assert cluster.levels_of(((0, 1), (2, 3))) is None, "no block leaves its node"
+    assert cluster.levels_of(((0, 2), (1, 3))) is None, "one rank on each node"
+    assert wh.Cluster(ranks_of_nodes=(2, 3)).levels_of(((0, 1, 2, 3, 4),)) is None, "uneven nodes"
+    assert wh.Cluster.of(2, 4).levels_of(((0, 2, 4, 6), (1, 3, 5, 7))) == (
+        ((0, 2), (4, 6), (1, 3), (5, 7)),
+        ((0, 4), (2, 6), (1, 5), (3, 7)),
+    )
+
+
 def test_uneven_nodes_need_a_size_for_nested_splits() -> None:
     uneven = wh.Cluster(ranks_of_nodes=(4, 2, 2))
     with pytest.raises(wh.PlanError, match=r"nodes have \[4, 2, 2\] ranks"):
