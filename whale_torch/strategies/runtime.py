@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.comm.call import Anchor, Call, Trained, deliver
-from whale_torch.comm.columns import Columns, ColumnsPlace, plain
+from whale_torch.comm.columns import Columns, plain
 from whale_torch.comm.drift import note_gradients
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.loss import TrueMeanLoss
@@ -199,9 +199,7 @@ class Runtime:
 
 
 def _deliver_columns(x: Columns, call: Call) -> Columns:
-    from dataclasses import replace
-
-    place: ColumnsPlace = replace(x.place, call=call)
+    place = x.place.given_by(call)
     if x.deferred is not None:
         out = Columns.put_off(x.deferred, place)
     else:
