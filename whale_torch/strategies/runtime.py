@@ -187,12 +187,15 @@ class Runtime:
         """The plan in force, with what was gathered implicitly so far."""
         from dataclasses import replace
 
-        found = [
+        return replace(self.plan, gathers=self.gathers())
+
+    def gathers(self) -> tuple[GatherRecord, ...]:
+        """The implicit gathers of splits' outputs so far."""
+        return tuple(
             GatherRecord(operation, site, int(count), num_bytes)
             for region in self.regions
             for (operation, site), (count, num_bytes) in region.gathered.items()
-        ]
-        return replace(self.plan, gathers=tuple(found))
+        )
 
 
 def _deliver_columns(x: Columns, call: Call) -> Columns:
