@@ -74,8 +74,11 @@ class Call:
 
     batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the reducers.
     summed: the loss is a sum over samples, not a mean.
+    before_backward: what every rank does first in a backward that comes to the model's output.
     The 32 bytes travel while the model runs and are waited for where a weight is first needed.
     """
+
+    before_backward: Callable[[], None] | None = None
 
     def __init__(
         self, world: Group, feed_size: int, batch: Batch, trained: Trained, anchor: Anchor, *, summed: bool = False
@@ -85,7 +88,7 @@ class Call:
         self.is_empty = batch.rows == 0
         self._counts: list[int] | None = None
         header = (batch.rows, batch.digest, batch.other, trained.code)
-        self._gathered, self._wait = spread_async(header, world, name="row counts of the batch")
+        self._spread = spread_async(header, world, name="row counts of the batch")
         if feed_size > 1:
             self.counts()
 
@@ -96,8 +99,7 @@ class Call:
         and where it cannot be said which input counts the samples; CommError where ranks train different parameters.
         """
         if self._counts is None:
-            self._wait()
-            table = self._gathered.tolist()
+            table = self._spread.wait().tolist()
             self._check_trained([row[3] for row in table])
             for feed in range(self.num_feeds if self.feed_size > 1 else 0):
                 ranks = range(feed * self.feed_size, (feed + 1) * self.feed_size)
@@ -118,6 +120,10 @@ class Call:
                 )
             self._counts = list(counts)
         return self._counts
+
+    def advance(self) -> None:
+        """Called on every rank at the end of the forward: the exchange comes to its end whoever reads it."""
+        self._spread.advance()
 
     def _check_trained(self, codes: list[int]) -> None:
         odd = next((rank for rank, code in enumerate(codes) if code != codes[0]), None)
@@ -168,10 +174,14 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        if ctx.weigh and call.uneven and call.anchor.accumulates():
-            weight = call.weight()
-            grad = grad * weight if weight else torch.zeros_like(grad)  # the mean of no rows is NaN
-        elif ctx.weigh and call.uneven and torch.is_grad_enabled():
+        if call.before_backward is not None:
+            call.counts()  # sent first, so waited for first
+            call.before_backward()
+        if ctx.weigh and call.anchor.accumulates():
+            if call.uneven:
+                weight = call.weight()
+                grad = grad * weight if weight else torch.zeros_like(grad)  # the mean of no rows is NaN
+        elif ctx.weigh and torch.is_grad_enabled() and call.uneven:
             raise LossError(
                 "a gradient of a gradient (create_graph=True) where feeds are weighed: "
                 + ('wh.replica(loss="sum").' if call.summed else f"they have {call.counts()} rows."),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from whale_torch import ops
 from whale_torch.comm.bridge import MeanSeed, first_order, gather_feeds, own_feed
-from whale_torch.comm.call import Call, deliver
+from whale_torch.comm.call import Anchor, Call, deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
-from whale_torch.comm.columns import Columns, ColumnsPlace, plain, register_function
+from whale_torch.comm.columns import Columns, ColumnsPlace, plain, register_function, user_site
+from whale_torch.comm.loss_counts import LossCounts
 from whale_torch.comm.region import Region
 from whale_torch.errors import LossError
 from whale_torch.mesh import Group
@@ -295,15 +297,32 @@ class _ScaleBackward(torch.autograd.Function):
         return grad * ctx.factor().to(grad.dtype), None
 
 
+_latest: WeakKeyDictionary[Anchor, LossCounts] = WeakKeyDictionary()
+"""Of each model, by its anchor: the losses of its last forward."""
+
+
 class TrueMeanLoss(TorchFunctionMode):
     """While the model's forward runs: a mean over ignored or weighted labels gets the gradient of the global mean.
 
-    The value stays the rank's own mean. Loss functions on Columns do this themselves.
+    The value stays the rank's own mean. Loss functions on Columns do this themselves. Every rank enters it, also one
+    that calls no loss: the ranks' counts of labels are exchanged at its end.
     """
 
     def __init__(self, call: Call, copies: Group):
         super().__init__()
-        self._call, self._copies = call, copies
+        self._call = call
+        self._counts = LossCounts(copies, call.anchor.zero.device, _latest.get(call.anchor))
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        super().__exit__(kind, *rest)
+        if kind is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Starts the exchange of counts, of which this rank may have none."""
+        self._counts.start()
+        _latest[self._call.anchor] = self._counts
+        self._call.before_backward = self._counts.settle
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -332,10 +351,10 @@ class TrueMeanLoss(TorchFunctionMode):
             return out
         keep = target != ignore_index
         mine = keep.sum() if weight is None else (weight.to(torch.float64)[target.masked_fill(~keep, 0)] * keep).sum()
-        divisor = _Divisor(mine, self._copies, self._call.weight)
+        number, call, counts = self._counts.add(mine, user_site()), self._call, self._counts
 
         def factor() -> Tensor:
-            by = divisor()
+            by = counts.mean(number) * call.weight()
             return torch.where(by == 0, torch.zeros_like(by), mine / by)
 
         scaled: Tensor = _ScaleBackward.apply(out, factor)  # type: ignore[no-untyped-call]

@@ -113,6 +113,7 @@ class Runtime:
                 out = forward(model, *args, **kwargs)
         finally:
             self._end()
+        call.advance()
         return self._leave(out, call, training)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
