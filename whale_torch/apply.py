@@ -20,6 +20,7 @@ from whale_torch.comm.drift import watch_optimizers
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import PlanError, WhaleError
 from whale_torch.mesh import Mesh, start
+from whale_torch.metrics import note_replicas
 from whale_torch.optim import guard
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
@@ -115,6 +116,7 @@ def parallelize(
     sync_batch_norm(model, made, mesh)
     runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     make_root(model, runtime)
+    note_replicas(mesh, made.feed_size)
     guard.install()
     watch_optimizers()
     torch.manual_seed(seed + 1 + mesh.rank // made.feed_size)
