@@ -374,6 +374,19 @@ def node_without_ranks(rank: int, n: int) -> None:
     wh.Cluster(ranks_of_nodes=(8, 0))
 
 
+class Branched(nn.Module):
+    """A model with two forms of its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if (y == 0).any():
+            return F.cross_entropy(self.head(x), y, label_smoothing=0.1)
+        return F.cross_entropy(self.head(x), y)
+
+
 # ---- parallelize ----
 
 
@@ -531,6 +544,39 @@ def different_batches(rank: int, n: int) -> None:
         head = nn.Linear(4, 8)
     model = wh.parallelize(nn.Sequential(head))
     model(torch.ones(2 + rank, 4))
+
+
+@mistake(
+    W,
+    "Random numbers drawn by one rank of a replica",
+    wh.LayoutError,
+    r"ranks \[0, 1\] are one replica and were fed the same batch, but their random states differ",
+    ranks=2,
+    alone=True,
+)
+def different_random_states(rank: int, n: int) -> None:
+    """The ranks of a replica { split } hold the same activations, so they have to drop the same ones."""
+    with wh.replica(), wh.split():
+        head = nn.Linear(4, 8)
+    model = wh.parallelize(nn.Sequential(nn.Dropout(), head))
+    for _ in range(2):
+        model(torch.ones(2, 4))
+        if rank == 0:
+            torch.randn(1)
+
+
+@mistake(
+    W,
+    "Losses of different lines",
+    wh.LossError,
+    r"the ranks called different losses inside the model: rank 0 in the lines \[\d+\], rank 1 in the lines \[\d+\]",
+    ranks=2,
+    alone=True,
+)
+def losses_of_different_lines(rank: int, n: int) -> None:
+    """A rank may leave a loss out; two losses are never taken for one."""
+    model = wh.parallelize(Branched())
+    model(torch.ones(2, 4), torch.tensor([rank, 1])).backward()
 
 
 @mistake(

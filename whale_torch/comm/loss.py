@@ -314,7 +314,7 @@ class TrueMeanLoss(TorchFunctionMode):
         self._counts = LossCounts(copies, call.anchor.zero.device, _latest.get(call.anchor))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        super().__exit__(kind, *rest)
+        super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]
         if kind is None:
             self.finish()
 

@@ -14,6 +14,7 @@ from whale_torch.comm.call import Anchor, Call, Trained, deliver
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain
 from whale_torch.comm.drift import note_gradients
 from whale_torch.comm.gradients import GradientReducer, Gradients
+from whale_torch.comm.local_random import stream_code
 from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
@@ -82,6 +83,7 @@ class Runtime:
         self.gradients = self._make_gradients()
         self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
+        self._draws: set[bool] = set()  # in which modes, training or not, forwards were seen to draw random numbers
         self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
@@ -104,7 +106,9 @@ class Runtime:
             return self._leave(out, None, training)
         if grad:
             self._check_parameters()
-        call = self._begin(args, kwargs)
+        call = self._begin(args, kwargs, model.training)
+        watched = self.plan.feed_size > 1 and model.training not in self._draws
+        before = stream_code(self.mesh.device) if watched else 0
         try:
             if grad and self._seeks_losses:
                 with TrueMeanLoss(call, self._counts_group):
@@ -113,12 +117,16 @@ class Runtime:
                 out = forward(model, *args, **kwargs)
         finally:
             self._end()
+        if watched and stream_code(self.mesh.device) != before:
+            self._draws.add(model.training)
         call.advance()
         return self._leave(out, call, training)
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Call:
         plan = self.plan
         batch = self._reader.read(args, kwargs, hashed=plan.feed_size > 1)
+        if training in self._draws:
+            batch.stream = stream_code(self.mesh.device)
         self.call = Call(
             self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum"
         )
