@@ -34,17 +34,22 @@ class _Rows:
     """The targets of all rows of the region and what each row weighs in the loss.
 
     target: class of each row, -1 where the row is ignored. hard, soft, smooth: what the target's logit, the log-sum-exp
-    and the (weighted) sum of all logits are multiplied by; 0 where the row is ignored. denominator: of the mean.
+    and the (weighted) sum of all logits are multiplied by; 0 where the row is ignored, NaN where its label is no class
+    (off the CPU: then the loss is NaN, and every gradient). denominator: of the mean.
     """
 
     def __init__(self, target: Tensor, options: _Options, num_classes: int, dtype: torch.dtype):
         keep = target != options.ignore_index
+        wrong = _wrong(target, keep, num_classes)
         self.target = target.masked_fill(~keep, -1)
         weight = keep.to(dtype)
         weight_sum = float(num_classes)
         if options.weight is not None:
-            weight = options.weight.to(dtype)[self.target.clamp(min=0)] * keep
+            weight = options.weight.to(dtype)[self.target.clamp(0, num_classes - 1)] * keep
             weight_sum = float(options.weight.sum())
+        if wrong is not None:
+            weight = weight.masked_fill(wrong, torch.nan)
+            self.target = self.target.masked_fill(wrong, 0)
         smoothing = options.label_smoothing
         self.smooth = keep.to(dtype) * (smoothing / num_classes) if smoothing else None
         self.hard = weight * (1 - smoothing)
@@ -211,7 +216,8 @@ def cross_entropy(
 
     The value is that of all rows of the split's group, equal on its ranks; reduction="none" gives the own rows.
     Probability targets and logits with classes not in the last dimension are gathered, and follow F.cross_entropy.
-    Raises what F.cross_entropy raises: IndexError for a class out of range, on every rank of the group.
+    Raises what F.cross_entropy raises: IndexError for a class out of range, on every rank of the group. Off the CPU the
+    loss and its gradients are NaN instead, so that nobody waits for the device.
     """
     if not _runs_across(z, target, size_average, reduce, reduction):
         rows = z.implicit_rows("cross_entropy")
@@ -268,11 +274,21 @@ def _check_options(options: _Options, num_classes: int) -> None:
 
 
 def _check_targets(targets: Tensor, ignore_index: int, num_classes: int) -> None:
-    if targets.device.type != "cpu":  # reading it back would wait for the device; the kernels treat it as no column's
+    if targets.device.type != "cpu":  # reading it back would wait for the device: _Rows makes the loss NaN
         return
-    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= num_classes))]
+    wrong = targets[_no_class(targets, targets != ignore_index, num_classes)]
     if wrong.numel():
         raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+
+
+def _no_class(targets: Tensor, keep: Tensor, num_classes: int) -> Tensor:
+    """Which labels are neither ignored nor a class."""
+    return keep & ((targets < 0) | (targets >= num_classes))
+
+
+def _wrong(targets: Tensor, keep: Tensor, num_classes: int) -> Tensor | None:
+    """The same, or None on the CPU, where such labels have raised."""
+    return None if targets.device.type == "cpu" else _no_class(targets, keep, num_classes)
 
 
 @register_function(F.cross_entropy)
