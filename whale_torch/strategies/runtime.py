@@ -20,6 +20,7 @@ from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
+from whale_torch.planning.cost import may_call_losses
 from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies import delayed
 from whale_torch.strategies.batch import BatchReader
@@ -84,7 +85,7 @@ class Runtime:
         self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
         self._draws: set[bool] = set()  # in which modes, training or not, forwards were seen to draw random numbers
-        self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
+        self._seeks_losses = plan.num_feeds > 1 and may_call_losses(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
         return CopiedRuntime(self.plan, self.regions)
@@ -213,14 +214,6 @@ def _deliver_columns(x: Columns, call: Call) -> Columns:
     else:
         out = Columns.of(deliver(plain(x), call, weigh=False), place, x.hold)
     return out
-
-
-def _may_call_losses(model: nn.Module) -> bool:
-    """Whether a loss function may run inside: torch's own modules call none, but for its loss modules."""
-    ours = ("torch.nn.", "whale_torch.")
-    losses = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
-    kinds = {type(module).__module__ for module in model.modules()}
-    return any(kind in losses or not kind.startswith(ours) for kind in kinds)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
