@@ -225,7 +225,7 @@ def _together(mesh: Mesh, step: Callable[[], T], kind: type[WhaleError] = PlanEr
         pass  # its error is among all ranks'
     except Exception as failed:  # whatever a file, an initialiser or a model's own code raises
         error, cause = (
-            kind(f"{type(failed).__name__}: {failed}", fix="see the error above, on the rank it names"),
+            kind(f"{type(failed).__name__}: {failed}", fix="see the traceback of that rank"),
             failed,
         )
     errors = _from_all(mesh, error)

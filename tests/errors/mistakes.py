@@ -374,19 +374,6 @@ def node_without_ranks(rank: int, n: int) -> None:
     wh.Cluster(ranks_of_nodes=(8, 0))
 
 
-class Branched(nn.Module):
-    """A model with two forms of its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 8)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if (y == 0).any():
-            return F.cross_entropy(self.head(x), y, label_smoothing=0.1)
-        return F.cross_entropy(self.head(x), y)
-
-
 # ---- parallelize ----
 
 
@@ -575,8 +562,29 @@ def different_random_states(rank: int, n: int) -> None:
 )
 def losses_of_different_lines(rank: int, n: int) -> None:
     """A rank may leave a loss out; two losses are never taken for one."""
-    model = wh.parallelize(Branched())
+
+    class Speller(nn.Linear):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            if (y == 0).any():
+                return F.cross_entropy(super().forward(x), y, label_smoothing=0.1)
+            return F.cross_entropy(super().forward(x), y)
+
+    model = wh.parallelize(Speller(4, 8))
     model(torch.ones(2, 4), torch.tensor([rank, 1])).backward()
+
+
+@mistake(
+    W,
+    "A file that one rank does not find",
+    wh.CheckpointError,
+    r"rank 1 was refused, and not every rank with it: FileNotFoundError: .* 'node1/model\.pt'",
+    ranks=2,
+)
+def file_of_one_rank(rank: int, n: int) -> None:
+    """No rank goes on alone, whatever kind of error another one met."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    wh.parallelize(model, weights=model.state_dict() if rank == 0 else f"node{rank}/model.pt")
 
 
 @mistake(
