@@ -224,10 +224,7 @@ def _together(mesh: Mesh, step: Callable[[], T], kind: type[WhaleError] = PlanEr
     except OtherRankFailed:
         pass  # its error is among all ranks'
     except Exception as failed:  # whatever a file, an initialiser or a model's own code raises
-        error, cause = (
-            kind(f"{type(failed).__name__}: {failed}", fix="see the traceback of that rank"),
-            failed,
-        )
+        error, cause = kind(f"{type(failed).__name__}: {failed}", fix="see the traceback of that rank"), failed
     errors = _from_all(mesh, error)
     first = next((found for found in errors if found is not None), None)
     if first is None:
