@@ -92,8 +92,11 @@ def parallelize(
     device: this rank's. seed: of initial values on meta and of dropout. init_fn: initialises one meta module.
     weights: a plain state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds
     more of it than its parts. timeout: of every collective, in seconds or as a timedelta.
+    A deepcopy of the result evaluates and refuses to train; one of a member that is not cut is an ordinary module,
+    whose gradients are this rank's own.
     Raises AnnotationError, PlanError, CheckpointError (weights that do not fit): before the first change to the model,
-    with the same text on every rank.
+    with the same text on every rank, also where the cause is another error on one rank (a file, an init_fn's own).
+    CommError where a rank is gone.
     """
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     mesh = _explained(lambda: start(device, seconds))

@@ -58,8 +58,9 @@ def replica(
     reduce_dtype: what gradients travel in: float32, bfloat16 (error 3-5e-3) or float16 (4-6e-4, cannot overflow).
     bucket_bytes, max_in_flight: bytes of a gradient bucket, and buckets under way at once; their product bounds memory.
     all_reduce: "hierarchical" reduces inside a node first; "auto" decides by the links.
-    sync_batch_norm: BatchNorm takes its statistics over all replicas, with uneven and empty batches too. Without it
-        each rank has the running statistics of its own samples; wh.full_state_dict and wh.save keep rank 0's.
+    sync_batch_norm: BatchNorm takes its statistics over all replicas, with uneven and empty batches too, also in
+        splits inside this replica. Without it each rank has the running statistics of its own samples;
+        wh.full_state_dict and wh.save keep rank 0's.
     loss: "sum" where the loss is a sum over samples, so that gradients are summed and not averaged.
     batch_dim: the dim that counts samples, in the first input tensor that has it; or for inputs of the model by name,
         the dim that counts samples, or None where an input has none: needed where the first tensor is no batch (a

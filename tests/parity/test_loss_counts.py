@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import whale_torch as wh
 from tests.parity.replica_cases import error, gradients
 from tests.world import outcomes, world
-from whale_torch.comm.loss_counts import _check_lines, _same_loss
+from whale_torch.comm.loss_counts import LossCounts, _check_lines, _same_loss
 from whale_torch.errors import LossError
 
 IGNORED = -100
@@ -78,6 +79,20 @@ def branches_rank(rank: int, n: int, form: str, rows: list[int]) -> list[dict[st
         model(*here).backward()
         found.append(gradients(model))
     return found
+
+
+def apart_rank(rank: int, n: int, form: str, rows: list[int]) -> list[dict[str, Tensor | None]]:
+    """As on a device whose numbers the host does not read."""
+    with mock.patch.object(LossCounts, "_apart", True):
+        return branches_rank(rank, n, form, rows)
+
+
+def test_counts_in_a_message_of_their_own() -> None:
+    for form, rows in (("first", [3, 2, 2]), ("many", [2, 5, 9])):
+        both = zip(world(3, apart_rank, form, rows), world(3, branches_rank, form, rows), strict=True)
+        for apart, together in both:
+            for mine, expected in zip(apart, together, strict=True):
+                assert error({k: v for k, v in mine.items() if v is not None}, clean(mine, expected)) < BAR
 
 
 def in_one_process(form: str, rows: list[int]) -> list[dict[str, Tensor | None]]:

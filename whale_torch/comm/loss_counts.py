@@ -43,6 +43,7 @@ class LossCounts:
         self._on_device: Tensor | None = None
         self._places: list[list[tuple[int, int]]] = []
         self._table: Tensor | None = None
+        self._most: int | None = None
 
     def add(self, count: Tensor, site: str) -> int:
         """Notes a loss called at "file:line"; returns its number."""
@@ -54,14 +55,15 @@ class LossCounts:
         """Starts the exchange, on every rank."""
         if self._before is not None:
             self._room, self._before = self._before._room_needed(), None
-        lines = _padded(self._lines[: self._room], self._room)
-        counts = self._vector(0, self._room)
-        bits: tuple[int, ...] = ()
-        if self._device.type == "cpu":
-            bits = struct.unpack(f"{self._room}q", struct.pack(f"{self._room}d", *counts.tolist()))
+        room = self._room
+        numbers = [len(self._lines), *_padded(self._lines[:room], room)]
+        if self._apart:
+            self._on_device = gather_equal(self._vector(0, room), self._copies, name=_NAME)
+        elif self._lines:
+            numbers += struct.unpack(f"{room}q", struct.pack(f"{room}d", *self._vector(0, room).tolist()))
         else:
-            self._on_device = gather_equal(counts, self._copies, name=_NAME)
-        self._spread = spread_async((len(self._lines), *lines, *bits), self._copies, name=_NAME)
+            numbers += [0] * room
+        self._spread = spread_async(tuple(numbers), self._copies, name=_NAME)
         self._spread.advance()
 
     def settle(self) -> None:
@@ -69,21 +71,26 @@ class LossCounts:
 
         Raises LossError, with the same text on every rank, where two ranks each called a loss that the other did not.
         """
-        if self._table is not None:
+        if self._most is not None:
             return
         assert self._spread is not None
         numbers = self._spread.wait()
-        most, room = int(numbers[:, 0].max()), self._room
-        codes, counts = numbers[:, 1 : room + 1], self._on_device
-        if counts is None:
-            counts = numbers[:, room + 1 :].contiguous().view(torch.float64)
-        if most > room:
-            rest = torch.tensor(_padded(self._lines[room:], most - room), dtype=torch.int64, device="cpu")
-            codes = torch.cat([codes, gather_equal(rest, self._copies, name=_NAME)], 1)
-            counts = torch.cat([counts, gather_equal(self._vector(room, most - room), self._copies, name=_NAME)], 1)
-        lines = [row[:called] for row, called in zip(codes.tolist(), numbers[:, 0].tolist(), strict=True)]
-        _check_lines(lines)
-        self._places, self._table = _same_loss(lines, self._copies.index), counts
+        rows, room = numbers.tolist(), self._room
+        most = max(row[0] for row in rows)
+        if most:
+            counts = self._on_device
+            if counts is None:
+                counts = numbers[:, room + 1 :].contiguous().view(torch.float64)
+            lines = [row[1 : room + 1] for row in rows]
+            if most > room:
+                rest = torch.tensor(_padded(self._lines[room:], most - room), dtype=torch.int64, device="cpu")
+                more = gather_equal(rest, self._copies, name=_NAME).tolist()
+                lines = [first + then for first, then in zip(lines, more, strict=True)]
+                counts = torch.cat([counts, gather_equal(self._vector(room, most - room), self._copies, name=_NAME)], 1)
+            lines = [line[: row[0]] for line, row in zip(lines, rows, strict=True)]
+            _check_lines(lines)
+            self._places, self._table = _same_loss(lines, self._copies.index), counts
+        self._most = most
 
     def mean(self, number: int) -> Tensor:
         """The mean over all ranks of their counts for a loss of this rank, float64."""
@@ -92,11 +99,17 @@ class LossCounts:
         ranks, places = zip(*self._places[number], strict=True)
         return self._table[list(ranks), list(places)].sum() / self._copies.size
 
+    @property
+    def _apart(self) -> bool:
+        """Whether counts travel in a message of their own."""
+        return self._device.type != "cpu"
+
     def _room_needed(self) -> int:
         """Room that every loss called in this forward had, on any rank; a number on which all ranks agree."""
         if self._spread is None:  # that forward raised
             return self._room
-        return max(self._room, int(self._spread.wait()[:, 0].max()))
+        most = self._most if self._most is not None else int(self._spread.wait()[:, 0].max())
+        return max(self._room, most)
 
     def _vector(self, first: int, length: int) -> Tensor:
         """Counts of the losses from `first` on, with zeros behind."""
