@@ -13,11 +13,12 @@ from whale_torch.errors import (
     TraceError,
     WhaleError,
 )
+from whale_torch.metrics import reduce
 from whale_torch.optim.clip import clip_grad_norm_
 from whale_torch.optim.scaler import GradScaler
 from whale_torch.planning.plan import Plan
 from whale_torch.scopes import annotate, auto_parallel, cpu_offload, pipeline, recompute, replica, split, stage
-from whale_torch.state import full_state_dict, no_sync, reduce
+from whale_torch.state import full_state_dict, no_sync
 
 __version__ = "0.1.0"
 

@@ -15,11 +15,13 @@ from whale_torch.annotation import Annotation, close_annotations
 from whale_torch.capture import Scope
 from whale_torch.checkpoint.plain import Weights, read_weights
 from whale_torch.cluster import Cluster
-from whale_torch.comm.collectives import all_reduce
 from whale_torch.comm.drift import watch_optimizers
+from whale_torch.comm.failure import explain
+from whale_torch.comm.meeting import Meeting, OtherRankFailed
 from whale_torch.comm.registry import place_of
-from whale_torch.errors import PlanError, WhaleError
-from whale_torch.mesh import Mesh, start
+from whale_torch.errors import CheckpointError, PlanError, WhaleError
+from whale_torch.mesh import Group, Mesh, start
+from whale_torch.metrics import note_replicas
 from whale_torch.optim import guard
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
@@ -91,21 +93,30 @@ def parallelize(
     names. device: this rank's. seed: of initial values on meta and of dropout. init_fn: initialises one meta module.
     weights: a plain state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds
     more of it than its parts. timeout: of every collective, in seconds or as a timedelta.
+    A deepcopy of the result evaluates and refuses to train; one of a member that is not cut is an ordinary module,
+    whose gradients are this rank's own.
     Raises AnnotationError, PlanError, CheckpointError (weights that do not fit): before the first change to the model,
-    with the same text on every rank.
+    with the same text on every rank, also where the cause is another error on one rank (a file, an init_fn's own).
+    CommError where a rank is gone.
     """
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-    mesh = start(device, seconds)
+    mesh = _explained(lambda: start(device, seconds))
     made = _decide(model, mesh, cluster, plan, default, sample_inputs)
     _together(mesh, lambda: check_batch_norm(model, made))
     reader = _together(mesh, lambda: BatchReader(model, made.batch_dim))
     cuts = cut_parameters(model, made, mesh)
-    state = None if weights is None else _together(mesh, lambda: read_weights(weights, model))
+    state = None if weights is None else _together(mesh, lambda: read_weights(weights, model), CheckpointError)
     if is_meta(model):
         given = state or {}
         _together(mesh, lambda: check_can_materialize(model, init_fn, given))
         shards = {name: (at.shard, at.parts.index) for name, at in cuts.items() if at.shard and at.parts}
-        materialize(model, shards, seed=seed, init_fn=init_fn, given=given, any_rank=lambda flag: _any_rank(mesh, flag))
+        meeting = Meeting(mesh.everyone())
+        _together(
+            mesh,
+            lambda: meeting.run(
+                lambda: materialize(model, shards, seed=seed, init_fn=init_fn, given=given, any_rank=meeting.any_rank)
+            ),
+        )
     regions = apply_split(model, made, mesh, cuts)
     attach_state_hooks(model)
     if state is not None:
@@ -117,16 +128,11 @@ def parallelize(
     runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     make_root(model, runtime)
     close_annotations(model)
+    note_replicas(mesh, made.feed_size)
     guard.install()
     watch_optimizers()
     torch.manual_seed(seed + 1 + mesh.rank // made.feed_size)
     return model
-
-
-def _any_rank(mesh: Mesh, flag: bool) -> bool:
-    """Whether the flag is set on some rank: a small collective."""
-    found = all_reduce(torch.tensor([float(flag)]), mesh.everyone(), op=dist.ReduceOp.MAX, name="initial values")
-    return bool(found)
 
 
 def _check_first_time(model: nn.Module) -> None:
@@ -193,24 +199,43 @@ def _from_all(mesh: Mesh, value: T) -> list[T]:
     """Every rank's value, in rank order."""
     values: list[Any] = [value] * mesh.world
     if mesh.world > 1:
-        dist.all_gather_object(values, value)
+        _explained(lambda: dist.all_gather_object(values, value))
     return values
 
 
-def _together(mesh: Mesh, step: Callable[[], T]) -> T:
-    """Runs a step that may be refused. Raises, on every rank, the error of the first rank that refused it."""
+def _explained(step: Callable[[], T]) -> T:
+    """Runs a step over the world's own group. Raises CommError where ranks of it are gone or do not come."""
+    try:
+        return step()
+    except RuntimeError as error:
+        if not dist.is_initialized():  # the launcher's address is wrong, say
+            raise
+        world = Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), None)
+        raise explain(world, "wh.parallelize", error) from error
+
+
+def _together(mesh: Mesh, step: Callable[[], T], kind: type[WhaleError] = PlanError) -> T:
+    """Runs a step that may be refused. Raises, on every rank, the error of the first rank that refused it.
+
+    kind: of the error that stands for one which is none of this package's, such as a file that a rank does not find.
+    """
     error: WhaleError | None = None
+    cause: Exception | None = None
     result: T | None = None
     try:
         result = step()
     except WhaleError as refused:
-        error = refused
+        error = cause = refused
+    except OtherRankFailed:
+        pass  # its error is among all ranks'
+    except Exception as failed:  # whatever a file, an initialiser or a model's own code raises
+        error, cause = kind(f"{type(failed).__name__}: {failed}", fix="see the traceback of that rank"), failed
     errors = _from_all(mesh, error)
     first = next((found for found in errors if found is not None), None)
     if first is None:
         return cast(T, result)
     if all(found is not None and found.what == first.what for found in errors):
-        raise first from error
+        raise first from cause
     ranks = [rank for rank, found in enumerate(errors) if found is not None]
     what = f"rank {ranks[0]} was refused, and not every rank with it: {first.what}"
-    raise type(first)(what, where=first.where, fix=first.fix, ranks=ranks) from error
+    raise type(first)(what, where=first.where, fix=first.fix, ranks=ranks) from cause

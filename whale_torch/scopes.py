@@ -59,8 +59,9 @@ def replica(
     bucket_bytes, max_in_flight: bytes of a gradient bucket, and buckets under way at once; their product bounds memory.
     all_reduce: "hierarchical" reduces inside a node first; "auto" does so where the ranks sit on several nodes,
         several and equally many on each.
-    sync_batch_norm: BatchNorm takes its statistics over all replicas, with uneven and empty batches too. Without it
-        each rank has the running statistics of its own samples; wh.full_state_dict keeps rank 0's.
+    sync_batch_norm: BatchNorm takes its statistics over all replicas, with uneven and empty batches too, also in
+        splits inside this replica. Without it each rank has the running statistics of its own samples;
+        wh.full_state_dict keeps rank 0's.
     loss: "sum" where the loss is a sum over samples, so that gradients are summed and not averaged.
     batch_dim: the dim that counts samples; by default dim 0 of the first input tensor that has one, in the order of the
         call's arguments. Or for inputs of the model by name, the dim that counts samples, or None where an input has

@@ -1,24 +1,19 @@
-"""The state of a parallelized model as a user reads it: whole tensors, values over all replicas, synchronisation."""
+"""The state of a parallelized model as a user reads it: whole tensors, synchronisation."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale_torch.comm.collectives import broadcast_copy
 from whale_torch.comm.cut_tensor import CutTensor, join
 from whale_torch.comm.registry import place_of
-from whale_torch.errors import PlanError
 from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized, runtime_of
 
-__all__ = ["full_state_dict", "full_tensor", "no_sync", "reduce"]
-
-Value = TypeVar("Value", float, Tensor)
+__all__ = ["full_state_dict", "full_tensor", "no_sync"]
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -70,24 +65,3 @@ def _whole(value: Tensor, is_parameter: bool, model: nn.Module, key: str) -> Ten
     if is_parameter or not isinstance(runtime, Runtime):
         return value.detach().clone()
     return broadcast_copy(value, runtime.mesh.everyone(), name=f"buffer {key}")
-
-
-def reduce(value: Value, how: str = "mean", *, weight: float = 1.0) -> Value:
-    """A metric over all replicas, equal on every rank.
-
-    how: "mean" of the ranks' values, weighed by `weight` (the number of samples behind this rank's value; with 0 the
-    value, even NaN, has no part), or "sum". Raises PlanError for any other `how`.
-    """
-    if how not in ("mean", "sum"):
-        raise PlanError(f'wh.reduce knows "mean" and "sum", got {how!r}.', fix='wh.reduce(value, "mean")')
-    x = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-    both = torch.stack(
-        [
-            x.to(torch.float64) * weight if weight else torch.zeros_like(x, dtype=torch.float64),
-            torch.full_like(x, weight, dtype=torch.float64),
-        ]
-    )
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(both)
-    total = both[0] if how == "sum" else both[0] / both[1]
-    return total.to(x.dtype) if isinstance(value, Tensor) else float(total)

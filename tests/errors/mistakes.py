@@ -561,6 +561,60 @@ def different_batches(rank: int, n: int) -> None:
 
 
 @mistake(
+    W,
+    "Random numbers drawn by one rank of a replica",
+    wh.LayoutError,
+    r"ranks \[0, 1\] are one replica and were fed the same batch, but their random states differ",
+    ranks=2,
+    alone=True,
+)
+def different_random_states(rank: int, n: int) -> None:
+    """The ranks of a replica { split } hold the same activations, so they have to drop the same ones."""
+    with wh.replica(), wh.split():
+        head = nn.Linear(4, 8)
+    model = wh.parallelize(nn.Sequential(nn.Dropout(), head))
+    for _ in range(2):
+        model(torch.ones(2, 4))
+        if rank == 0:
+            torch.randn(1)
+
+
+@mistake(
+    W,
+    "Losses of different lines",
+    wh.LossError,
+    r"the ranks called different losses inside the model: rank 0 in the lines \[\d+\], rank 1 in the lines \[\d+\]",
+    ranks=2,
+    alone=True,
+)
+def losses_of_different_lines(rank: int, n: int) -> None:
+    """A rank may leave a loss out; two losses are never taken for one."""
+
+    class Speller(nn.Linear):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            if (y == 0).any():
+                return F.cross_entropy(super().forward(x), y, label_smoothing=0.1)
+            return F.cross_entropy(super().forward(x), y)
+
+    model = wh.parallelize(Speller(4, 8))
+    model(torch.ones(2, 4), torch.tensor([rank, 1])).backward()
+
+
+@mistake(
+    W,
+    "A file that one rank does not find",
+    wh.CheckpointError,
+    r"rank 1 was refused, and not every rank with it: FileNotFoundError: .* 'node1/model\.pt'",
+    ranks=2,
+)
+def file_of_one_rank(rank: int, n: int) -> None:
+    """No rank goes on alone, whatever kind of error another one met."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    wh.parallelize(model, weights=model.state_dict() if rank == 0 else f"node{rank}/model.pt")
+
+
+@mistake(
     W, "An operation on one rank only", wh.CommError, r"rank 0: 'amax' .*rank 1: 'cross_entropy'", ranks=2, alone=True
 )
 def rank_zero_only(rank: int, n: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -183,6 +184,94 @@ def test_shared_rows_count_once() -> None:
         assert relative_error(found, gradients(model)) <= BAR
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Inside(nn.Module):
+    """BatchNorms in splits inside the replica that asks for all feeds, of columns and of rows."""
+
+    def __init__(self, scopes: str, images: bool, options: dict[str, Any]) -> None:
+        super().__init__()
+        with contextlib.ExitStack() as stack:
+            if scopes != "plain":
+                stack.enter_context(wh.replica(sync_batch_norm=True))
+                stack.enter_context(wh.split(size=2, rows="own" if scopes == "own" else "shared"))
+            layer = nn.Conv2d if images else nn.Linear
+            norm = nn.BatchNorm2d if images else nn.BatchNorm1d
+            size: tuple[int, ...] = (3,) if images else ()
+            self.first, self.norm = layer(4, 7, *size), norm(7, **options)
+            self.second, self.last = layer(7, 5, *size), norm(5, **options)
+            self.third = layer(5, 3, *size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.first(x)))
+        return self.third(torch.tanh(self.last(self.second(h))))
+
+
+def of_images(images: bool, rows: int) -> Tensor:
+    shape = (rows, 4, *((8, 7) if images else ()))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)) * 2 + 1
+
+
+def inside_rank(
+    rank: int, n: int, scopes: str, images: bool, options: dict[str, Any], rows: list[int], mutation: str = ""
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
+    from whale_torch.state import full_tensor
+    from whale_torch.strategies import batch_norm
+
+    torch.set_default_dtype(torch.float64)
+    if mutation == "rows and columns":
+        batch_norm._asked = lambda model, plan: []
+    torch.manual_seed(0)
+    model = wh.parallelize(Inside(scopes, images, options))
+    if mutation == "columns":
+        assert model.norm._regions.size == 2
+        model.norm.__dict__["_regions"] = None
+    feed = wh.data_rank(model)[0]
+    x = of_images(images, sum(rows)).split(rows)[feed]
+    out = model(x)
+    out = out.rows() if hasattr(out, "rows") else out
+    (out.square().mean() if len(x) else out.sum()).backward()
+    found = {name: full_tensor(p, p.grad) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        evaluated = model.eval()(x)
+    return found, wh.full_state_dict(model), evaluated
+
+
+INSIDE = [
+    ("shared", False, {}, [4, 3]),
+    ("shared", False, {"momentum": None}, [0, 5]),
+    ("shared", True, {"affine": False}, [1, 3]),
+    ("own", False, {}, [2, 1, 3, 4]),
+    ("own", True, {"track_running_stats": False}, [2, 0, 1, 1]),
+]
+
+
+@pytest.mark.parametrize(("scopes", "images", "options", "rows"), INSIDE)
+def test_inside_a_split_statistics_are_those_of_all_feeds(
+    scopes: str, images: bool, options: dict[str, Any], rows: list[int], in_double: None
+) -> None:
+    torch.manual_seed(0)
+    model, x = Inside("plain", images, options), of_images(images, sum(rows))
+    model(x).square().mean().backward()
+    results = world(4, inside_rank, scopes, images, options, rows)
+    for found, state, _ in results:
+        assert relative_error(found, gradients(model)) <= 1e-10
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value)
+    with torch.no_grad():
+        expected_out = model.eval()(x)
+    if options.get("track_running_stats", True):
+        found_out = torch.cat([out for _, _, out in results[:: 4 // len(rows)]])
+        torch.testing.assert_close(found_out, expected_out)
+
+
+@pytest.mark.parametrize("mutation", ["columns", "rows and columns"])
+def test_the_comparison_sees_statistics_of_one_region(mutation: str, in_double: None) -> None:
+    torch.manual_seed(0)
+    model, x = Inside("plain", False, {}), of_images(False, 7)
+    model(x).square().mean().backward()
+    found, _, _ = world(4, inside_rank, "shared", False, {}, [4, 3], mutation)[0]
+    assert relative_error(found, gradients(model)) > 1e-3
 
 
 def half_rank(rank: int, n: int) -> tuple[Tensor, Tensor]:

@@ -460,6 +460,38 @@ def test_chunked_loss_holds_no_logits() -> None:
         assert found["beside"][1] > 0
 
 
+def _as_on_a_device(rank: int, n: int) -> list[tuple[bool, bool]]:
+    """(loss is NaN, every gradient of the head is) for labels that are right and wrong, with the CPU's check off."""
+    from unittest import mock
+
+    found = []
+    with (
+        mock.patch.object(loss_module, "_check_targets"),
+        mock.patch.object(loss_module, "_wrong", loss_module._no_class),
+    ):
+        for label, options in ((2, {}), (7, {}), (-3, {}), (7, {"weight": _class_weights(7)}), (IGNORED, {})):
+            case = build(rank, n, "own", 7, [3, 2])
+            y = case.y.clone()
+            y[0] = label
+            loss = F.cross_entropy(case.model(case.x[case.here]), y[case.here], **options)  # type: ignore[arg-type]
+            loss.backward()
+            gradient = case.model.fc.weight.grad
+            found.append((bool(loss.isnan()), bool(gradient.isnan().all())))
+    return found
+
+
+def test_labels_that_are_no_class_make_a_loss_nan_where_they_cannot_raise() -> None:
+    right, wrong = (False, False), (True, True)
+    assert world(2, _as_on_a_device) == [[right, wrong, wrong, wrong, right]] * 2
+
+
+def test_rows_of_no_word_are_nan_where_they_cannot_raise() -> None:
+    from whale_torch.strategies.split_embedding import _nan_for_no_word
+
+    found = _nan_for_no_word(torch.ones(4, 2), torch.tensor([0, -1, 4, 5]), 5)
+    assert found.isnan().tolist() == [[False] * 2, [True] * 2, [False] * 2, [True] * 2]
+
+
 # ---- losses of the model itself, over rows that are not split
 
 

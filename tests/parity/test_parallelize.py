@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 import whale_torch as wh
 from tests.parity.layouts import LAYOUTS, backward, batch, build, gradients
 from tests.parity.metric import relative_error
-from tests.world import world
+from tests.world import outcomes, world
 from whale_torch.cluster import Cluster
-from whale_torch.errors import CheckpointError, PlanError, WhaleError
+from whale_torch.errors import CheckpointError, CommError, PlanError, WhaleError
 
 BAR = 2e-5
 
@@ -73,6 +74,58 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
     for found in world(2, refused):
         assert [what for what, unchanged in found if not unchanged] == []
         assert len(found) == len(refusals())
+
+
+def fails_late(module: nn.Module) -> None:
+    """On rank 1, after the ranks asked one another about another module, and after rank 0 may be through."""
+    if torch.distributed.get_rank() == 1 and getattr(module, "out_features", 0) == 6:
+        raise OSError("no values for this layer")
+    for p in module.parameters(recurse=False):
+        nn.init.normal_(p)
+
+
+def fails_at_once(module: nn.Module) -> None:
+    raise KeyError("lost")
+
+
+def foreign_errors(rank: int, n: int, folder: str) -> list[tuple[str, bool]]:
+    with wh.split():
+        head = nn.Linear(6, 4)
+    torch.save(nn.Sequential(nn.Linear(4, 6), head).state_dict(), f"{folder}/here{rank}.pt")
+    cases: list[tuple[str, dict[str, Any], type[WhaleError], str]] = [
+        ("cpu", {"weights": f"{folder}/here0.pt" if rank == 0 else "/nowhere.pt"}, CheckpointError,
+         "rank 1 was refused, and not every rank with it: FileNotFoundError: .*nowhere.pt"),
+        ("cpu", {"weights": f"{folder}"}, CheckpointError, "IsADirectoryError"),
+        ("meta", {"init_fn": fails_late}, PlanError,
+         "rank 1 was refused, and not every rank with it: OSError: no values for this layer"),
+        ("meta", {"init_fn": fails_at_once}, PlanError, "KeyError: 'lost'"),
+    ]  # fmt: skip
+    out = []
+    for device, options, kind, text in cases:
+        with torch.device(device), wh.split():
+            model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        before = state_of(model)
+        with pytest.raises(kind, match=text) as caught:
+            wh.parallelize(model, timeout=20.0, **options)
+        out.append((str(caught.value), same(state_of(model), before)))
+    return out
+
+
+def test_errors_of_other_kinds_reach_every_rank(tmp_path: Path) -> None:
+    first, second = world(2, foreign_errors, str(tmp_path))
+    assert first == second
+    assert all(unchanged for _, unchanged in first)
+
+
+def ends_before(rank: int, n: int) -> None:
+    if rank == 1:
+        raise SystemExit(3)
+    wh.parallelize(nn.Linear(2, 2), timeout=5.0)
+
+
+def test_a_rank_that_ended_before_is_told() -> None:
+    mine = outcomes(2, ends_before, init=True, timeout=40)[0]
+    assert isinstance(mine.error, CommError) and "'wh.parallelize' over world (ranks [0, 1])" in str(mine.error)
 
 
 def twice(rank: int, n: int) -> None:

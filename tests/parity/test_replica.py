@@ -569,6 +569,36 @@ def test_ranks_of_one_replica_fed_differently_raise(change: str, training: bool)
     )
 
 
+def drawn_rank(rank: int, n: int, dropout: float, reseed: bool) -> str:
+    torch.manual_seed(0)
+    model = wh.parallelize(SharedNoise())
+    model.inner[1].p = dropout
+    x = batch_of(6, seed=rank // 2)[0]
+    model(x)
+    if rank == 2:
+        torch.randn(1)
+    model.eval()(x)
+    if reseed:
+        torch.manual_seed(7 + rank // 2)
+    try:
+        model.train()(x)
+    except wh.LayoutError as caught:
+        return str(caught)
+    return ""
+
+
+def test_ranks_of_one_replica_that_drew_differently_raise() -> None:
+    texts = world(4, drawn_rank, 0.5, False)
+    assert len(set(texts)) == 1, "every rank raises, with one text"
+    text = r"ranks \[2, 3\] are one replica and were fed the same batch, but their random states differ \(hashes"
+    assert re.search(text, texts[0])
+
+
+@pytest.mark.parametrize(("dropout", "reseed"), [(0.0, False), (0.5, True)])
+def test_random_states_may_differ_where_no_mask_does(dropout: float, reseed: bool) -> None:
+    assert world(4, drawn_rank, dropout, reseed) == [""] * 4
+
+
 # ---- BatchNorm stays local unless asked ----
 
 

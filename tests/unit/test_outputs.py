@@ -7,12 +7,13 @@ from collections import OrderedDict, UserDict, deque, namedtuple
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from whale_torch.errors import LayoutError
-from whale_torch.strategies.batch import digest
+from whale_torch.strategies.batch import BatchReader, digest
 from whale_torch.strategies.outputs import leaves_in, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "a b")
@@ -166,3 +167,20 @@ def test_the_hash_is_of_values_alone() -> None:
     assert digest(x) == digest(x.clone()) == digest(x.t().contiguous().t()) == digest({"a": x})
     odd = torch.arange(101, dtype=torch.uint8)
     assert digest(odd[3:90]) == digest(odd[3:90].clone()) and digest(odd[3:90]) != digest(odd[4:91])
+
+
+def test_numpy_arrays_are_hashed_and_counted() -> None:
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    same = [x, x.copy(), read_only, np.asfortranarray(x)]
+    assert len({digest((a, 1)) for a in same}) == 1
+    different = [x, x[::-1], x.reshape(3, 4), x.astype(np.float64), x.view(np.int32), x[:2], np.float32(1), np.int64(1)]
+    assert len({digest((a,)) for a in different}) == len(different)
+    names = np.array(["a", None], dtype=object)
+    assert digest(names) == digest(names.copy()) != digest(names[::-1])
+    reader = BatchReader(nn.Linear(3, 3), 0)
+    assert reader.read((x,), {}, hashed=False).rows == 4
+    assert reader.read(({"mask": x}, torch.ones(2)), {}, hashed=False).rows == 4
+    assert reader.read((torch.ones(4), x[:2]), {}, hashed=False).other == 2
+    assert BatchReader(nn.Linear(3, 3), (("input", 1),)).read((x,), {}, hashed=False).rows == 3

@@ -21,13 +21,13 @@ class Batch:
     """What one rank was fed.
 
     rows: samples. digest: a hash of the inputs. other: a size, along the same dim, of an input that has another number
-    of samples than the first; 0 where there is none.
+    of samples than the first; 0 where there is none. stream: a hash of the random state that the model will draw from.
     """
 
-    __slots__ = ("digest", "other", "rows")
+    __slots__ = ("digest", "other", "rows", "stream")
 
     def __init__(self, rows: int, digest: int = 0, other: int = 0):
-        self.rows, self.digest, self.other = rows, digest, other
+        self.rows, self.digest, self.other, self.stream = rows, digest, other, 0
 
 
 class Trained:
@@ -74,8 +74,11 @@ class Call:
 
     batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the reducers.
     summed: the loss is a sum over samples, not a mean.
-    The 32 bytes travel while the model runs and are waited for where a weight is first needed.
+    before_backward: what every rank does first in a backward that comes to the model's output.
+    The 40 bytes travel while the model runs and are waited for where a weight is first needed.
     """
+
+    before_backward: Callable[[], None] | None = None
 
     def __init__(
         self, world: Group, feed_size: int, batch: Batch, trained: Trained, anchor: Anchor, *, summed: bool = False
@@ -84,8 +87,8 @@ class Call:
         self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
         self.is_empty = batch.rows == 0
         self._counts: list[int] | None = None
-        header = (batch.rows, batch.digest, batch.other, trained.code)
-        self._gathered, self._wait = spread_async(header, world, name="row counts of the batch")
+        header = (batch.rows, batch.digest, batch.other, trained.code, batch.stream)
+        self._spread = spread_async(header, world, name="row counts of the batch")
         if feed_size > 1:
             self.counts()
 
@@ -93,22 +96,30 @@ class Call:
         """Rows of each feed.
 
         Raises LayoutError, with the same text on every rank, where the ranks of one feed were given different batches
-        and where it cannot be said which input counts the samples; CommError where ranks train different parameters.
+        or have different random states, and where it cannot be said which input counts the samples; CommError where
+        ranks train different parameters.
         """
         if self._counts is None:
-            self._wait()
-            table = self._gathered.tolist()
+            table = self._spread.wait().tolist()
             self._check_trained([row[3] for row in table])
             for feed in range(self.num_feeds if self.feed_size > 1 else 0):
                 ranks = range(feed * self.feed_size, (feed + 1) * self.feed_size)
-                if any(table[rank] != table[ranks[0]] for rank in ranks):
+                if any(table[rank][:4] != table[ranks[0]][:4] for rank in ranks):
                     raise LayoutError(
                         f"ranks {list(ranks)} are one replica but were fed different batches "
                         f"(rows {[table[r][0] for r in ranks]}, input hashes {[table[r][1] & 0xFFFF for r in ranks]}).",
                         fix="feed all ranks of a replica the same batch: wh.sampler or wh.batch_sampler do",
                         ranks=ranks,
                     )
-            counts, _, others, _ = zip(*table[:: self.feed_size], strict=True)
+                if any(table[rank][4] != table[ranks[0]][4] for rank in ranks):
+                    raise LayoutError(
+                        f"ranks {list(ranks)} are one replica and were fed the same batch, but their random states "
+                        f"differ (hashes {[table[r][4] & 0xFFFF for r in ranks]}): their dropout masks would.",
+                        fix="draw random numbers on all ranks of a replica alike, or from a torch.Generator of your "
+                        "own; torch.manual_seed(...) on all of them brings the states together again",
+                        ranks=ranks,
+                    )
+            counts, _, others, _, _ = zip(*table[:: self.feed_size], strict=True)
             uneven = len(set(counts)) > 1
             if not self.summed and ((uneven and any(others)) or len(set(others)) > 1):
                 raise LayoutError(
@@ -118,6 +129,10 @@ class Call:
                 )
             self._counts = list(counts)
         return self._counts
+
+    def advance(self) -> None:
+        """Called on every rank at the end of the forward: the exchange comes to its end whoever reads it."""
+        self._spread.advance()
 
     def _check_trained(self, codes: list[int]) -> None:
         odd = next((rank for rank, code in enumerate(codes) if code != codes[0]), None)
@@ -168,10 +183,14 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        if ctx.weigh and call.uneven and call.anchor.accumulates():
-            weight = call.weight()
-            grad = grad * weight if weight else torch.zeros_like(grad)  # the mean of no rows is NaN
-        elif ctx.weigh and call.uneven and torch.is_grad_enabled():
+        if call.before_backward is not None:
+            call.counts()  # sent first, so waited for first
+            call.before_backward()
+        if ctx.weigh and call.anchor.accumulates():
+            if call.uneven:
+                weight = call.weight()
+                grad = grad * weight if weight else torch.zeros_like(grad)  # the mean of no rows is NaN
+        elif ctx.weigh and torch.is_grad_enabled() and call.uneven:
             raise LossError(
                 "a gradient of a gradient (create_graph=True) where feeds are weighed: "
                 + ('wh.replica(loss="sum").' if call.summed else f"they have {call.counts()} rows."),

@@ -15,6 +15,7 @@ from whale_torch.comm.failure import explain
 from whale_torch.mesh import Group, TwoLevels
 
 __all__ = [
+    "Spread",
     "all_gather_rows",
     "all_reduce",
     "all_reduce_async",
@@ -120,33 +121,52 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
     return out
 
 
-def spread_async(
-    numbers: tuple[int, ...], group: Group, *, name: str = "all-gather"
-) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Starts to gather a few whole numbers of every rank, [group.size, len(numbers)]; the second value waits for it."""
-    sent = torch.tensor([numbers] * group.size, device="cpu")
+class Spread:
+    """A gather of a few whole numbers of every rank, under way.
+
+    In two levels it has a second part, inside the node, which each rank has to start: `advance` does, once the first
+    part is here. So no rank depends on whether another one reads.
+    """
+
+    def __init__(self, parts: torch.Tensor, wait: Callable[[], None], inside: Group | None = None, name: str = ""):
+        self._parts, self._wait, self._inside, self._name = parts, wait, inside, name
+
+    def advance(self) -> None:
+        """Starts the part inside the node; does nothing in one level, or the second time."""
+        if self._inside is not None:
+            of_nodes, inside, self._inside = self._here(), self._inside, None
+            then = _start_spread(of_nodes, inside, self._name)
+            self._parts, self._wait = then._parts, then._wait
+
+    def wait(self) -> torch.Tensor:
+        """The numbers, [group.size, count], in rank order."""
+        self.advance()
+        return self._here()
+
+    def _here(self) -> torch.Tensor:
+        self._wait()
+        self._wait = lambda: None
+        return self._parts.transpose(0, 1).flatten(0, 1)
+
+
+def spread_async(numbers: tuple[int, ...], group: Group, *, name: str = "all-gather") -> Spread:
+    """Starts to gather a few whole numbers of every rank."""
+    mine = torch.tensor([numbers], device="cpu")
+    if group.levels is None:
+        return _start_spread(mine, group, name)
+    between = _start_spread(mine, group.levels.between, name)
+    return Spread(between._parts, between._wait, group.levels.inside, name)
+
+
+def _start_spread(x: torch.Tensor, group: Group, name: str) -> Spread:
+    """[k, count] of every rank."""
     if group.size == 1:
-        return sent, lambda: None
-    if group.levels is not None:
-        return _spread_two_levels(numbers, group, group.levels, name)
-    out = torch.empty_like(sent)
-    group.count(8 * len(numbers) * (group.size - 1), name)
+        return Spread(x.unsqueeze(0), lambda: None)
+    out = x.new_empty(group.size, *x.shape)
+    sent = x.expand_as(out).contiguous()
+    group.count(x.numel() * x.element_size() * (group.size - 1), name)
     work = _run(group, name, lambda: _start_all_to_all(out, sent, group))
-    return out, lambda: _wait(group, name, work)
-
-
-def _spread_two_levels(
-    numbers: tuple[int, ...], group: Group, levels: TwoLevels, name: str
-) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Starts between nodes; who waits does the rest inside the node."""
-    out = torch.empty(group.size, len(numbers), dtype=torch.int64, device="cpu")
-    of_nodes, wait = spread_async(numbers, levels.between, name=name)
-
-    def finish() -> None:
-        wait()
-        out.copy_(gather_equal(of_nodes, levels.inside, name=name).transpose(0, 1).flatten(0, 1))
-
-    return out, finish
+    return Spread(out, lambda: _wait(group, name, work))
 
 
 def all_gather_rows(x: torch.Tensor, counts: Sequence[int], group: Group, *, name: str = "all-gather") -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from whale_torch import ops
 from whale_torch.comm.bridge import first_order, gather_feeds, mean_of_seeds, own_feed
-from whale_torch.comm.call import Call, deliver
+from whale_torch.comm.call import Anchor, Call, deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
-from whale_torch.comm.columns import Columns, ColumnsPlace, dtype_and_device, plain, register_function
+from whale_torch.comm.columns import Columns, ColumnsPlace, dtype_and_device, plain, register_function, user_site
+from whale_torch.comm.loss_counts import LossCounts
 from whale_torch.comm.loss_watch import Loss, watch
 from whale_torch.comm.region import MOST_NUMBERS, Region
 from whale_torch.errors import LossError
@@ -32,7 +34,8 @@ class _Rows:
     """The targets of all rows of the region and what each row weighs in the loss.
 
     target: class of each row, -1 where the row is ignored. hard, soft, smooth: what the target's logit, the log-sum-exp
-    and the (weighted) sum of all logits are multiplied by; 0 where the row is ignored. denominator: of the mean.
+    and the (weighted) sum of all logits are multiplied by; 0 where the row is ignored, NaN where its label is no class
+    (off the CPU: then the loss is NaN, and every gradient). denominator: of the mean.
     plain: every row counts, and counts the same.
     """
 
@@ -44,12 +47,16 @@ class _Rows:
             self.denominator: Tensor | float = float(target.numel())
             return
         keep = target != options.ignore_index
+        wrong = _wrong(target, keep, num_classes)
         self.target = target.masked_fill(~keep, -1)
         weight = keep.to(dtype)
         weight_sum = float(num_classes)
         if options.weight is not None:
-            weight = options.weight.to(dtype)[self.target.clamp(min=0)] * keep
+            weight = options.weight.to(dtype)[self.target.clamp(0, num_classes - 1)] * keep
             weight_sum = float(options.weight.sum())
+        if wrong is not None:
+            weight = weight.masked_fill(wrong, torch.nan)
+            self.target = self.target.masked_fill(wrong, 0)
         smoothing = options.label_smoothing
         self.smooth = keep.to(dtype) * (smoothing / num_classes) if smoothing else None
         self.hard = weight * (1 - smoothing)
@@ -230,7 +237,8 @@ def cross_entropy(
 
     The value is that of all rows of the split's group, equal on its ranks; reduction="none" gives the own rows.
     Probability targets and logits with classes not in the last dimension are gathered, and follow F.cross_entropy.
-    Raises what F.cross_entropy raises: IndexError for a class out of range, on every rank of the group.
+    Raises what F.cross_entropy raises: IndexError for a class out of range, on every rank of the group. Off the CPU the
+    loss and its gradients are NaN instead, so that nobody waits for the device.
     """
     if not _runs_across(z, target, size_average, reduce, reduction):
         gathered = z.implicit_rows("cross_entropy")
@@ -310,11 +318,21 @@ def _all_count(target: Tensor, options: _Options, num_classes: int) -> bool:
 
 
 def _check_targets(targets: Tensor, ignore_index: int, num_classes: int) -> None:
-    if targets.device.type != "cpu":  # reading it back would wait for the device; the kernels treat it as no column's
+    if targets.device.type != "cpu":  # reading it back would wait for the device: _Rows makes the loss NaN
         return
-    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= num_classes))]
+    wrong = targets[_no_class(targets, targets != ignore_index, num_classes)]
     if wrong.numel():
         raise IndexError(f"Target {int(wrong[0])} is out of bounds.")
+
+
+def _no_class(targets: Tensor, keep: Tensor, num_classes: int) -> Tensor:
+    """Which labels are neither ignored nor a class."""
+    return keep & ((targets < 0) | (targets >= num_classes))
+
+
+def _wrong(targets: Tensor, keep: Tensor, num_classes: int) -> Tensor | None:
+    """The same, or None on the CPU, where such labels have raised."""
+    return None if targets.device.type == "cpu" else _no_class(targets, keep, num_classes)
 
 
 @register_function(F.cross_entropy)
@@ -339,21 +357,35 @@ class _ScaleBackward(torch.autograd.Function):
         return grad * ctx.factor().to(grad.dtype), None
 
 
+_latest: WeakKeyDictionary[Anchor, LossCounts] = WeakKeyDictionary()
+"""Of each model, by its anchor: the losses of its last forward."""
+
+
 class TrueMeanLoss:
     """While the model's forward runs: a mean over ignored or weighted labels gets the gradient of the global mean.
 
-    The value stays the rank's own mean. Loss functions on Columns do this themselves.
+    The value stays the rank's own mean. Loss functions on Columns do this themselves. Every rank enters it, also one
+    that calls no loss: the ranks' counts of labels are exchanged at its end.
     """
 
     def __init__(self, call: Call, copies: Group):
-        self._call, self._copies = call, copies
+        self._call = call
+        self._counts = LossCounts(copies, call.anchor.zero.device, _latest.get(call.anchor))
         self._watch = watch(self._true_mean)
 
     def __enter__(self) -> None:
         self._watch.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        self._watch.__exit__(*error)
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._watch.__exit__(kind, *rest)
+        if kind is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Starts the exchange of counts, of which this rank may have none."""
+        self._counts.start()
+        _latest[self._call.anchor] = self._counts
+        self._call.before_backward = self._counts.settle
 
     def _true_mean(self, out: Tensor, loss: Loss) -> Tensor:
         keep = loss.target != loss.ignore_index
@@ -361,10 +393,10 @@ class TrueMeanLoss:
             mine = keep.sum()
         else:
             mine = (loss.weight.to(torch.float64)[loss.target.masked_fill(~keep, 0)] * keep).sum()
-        divisor = _Divisor(mine, self._copies, self._call.weight)
+        number, call, counts = self._counts.add(mine, user_site()), self._call, self._counts
 
         def factor() -> Tensor:
-            return _divided(mine.to(torch.float64), divisor())
+            return _divided(mine.to(torch.float64), counts.mean(number) * call.weight())
 
         scaled: Tensor = _ScaleBackward.apply(out, factor)  # type: ignore[no-untyped-call]
         return scaled

@@ -18,12 +18,13 @@ from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan, Reduce, Traffic
 from whale_torch.planning.rules import Cut
 
-__all__ = ["DEFAULT_ROWS", "all_reduce_bytes", "estimate", "gradient_traffic", "price", "shards_of"]
+__all__ = ["DEFAULT_ROWS", "all_reduce_bytes", "estimate", "gradient_traffic", "may_call_losses", "price", "shards_of"]
 
 DEFAULT_ROWS = 32
 _HEADER_BYTES = 512
 _LABELS_IN_A_HEADER = 62
-_COUNT_BYTES = 32
+_COUNT_BYTES = 40
+_LOSS_BYTES = 72
 _ID_BYTES = 8
 
 
@@ -45,9 +46,20 @@ def price(plan: Plan, model: nn.Module) -> Plan:
     )
     return replace(
         priced,
-        traffic=(*gradient_traffic(priced, parameters, shards), *estimate(priced)),
+        traffic=(
+            *gradient_traffic(priced, parameters, shards),
+            *estimate(priced, losses_inside=may_call_losses(model)),
+        ),
         assumption=where if plan.cuts else f"at {rows} rows a rank",
     )
+
+
+def may_call_losses(model: nn.Module) -> bool:
+    """Whether a loss function may run inside: torch's own modules call none, but for its loss modules."""
+    ours = ("torch.nn.", "whale_torch.")
+    losses = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
+    kinds = {type(module).__module__ for module in model.modules()}
+    return any(kind in losses or not kind.startswith(ours) for kind in kinds)
 
 
 def shards_of(plan: Plan, model: nn.Module) -> dict[str, Shard]:
@@ -96,12 +108,17 @@ def gradient_traffic(plan: Plan, parameters: Mapping[str, nn.Parameter], shards:
     return [traffic for traffic in out if traffic.sent_bytes]
 
 
-def estimate(plan: Plan) -> list[Traffic]:
-    """Sent by a rank to bring rows into and out of split modules, forward and backward, in float32."""
+def estimate(plan: Plan, *, losses_inside: bool = False) -> list[Traffic]:
+    """Sent by a rank to bring rows into and out of split modules, forward and backward, in float32.
+
+    losses_inside: the model may call loss functions, whose labels are counted over the ranks.
+    """
     total: dict[tuple[str, str], float] = {}
     rows, ends = plan.rows_per_rank, _open_ends(plan.cuts)
     if plan.world > 1:
         total["row counts", f"{plan.world} ranks"] = float(_COUNT_BYTES * (plan.world - 1))
+    if losses_inside and plan.num_feeds > 1:
+        total["counts of labels", f"{plan.world} ranks"] = float(_LOSS_BYTES * (plan.world - 1))
     before: Cut | None = None
     for cut in plan.cuts:
         device = plan.device(plan.taskgraph_of(cut.module).device)

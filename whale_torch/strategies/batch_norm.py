@@ -21,7 +21,7 @@ from whale_torch.planning.plan import Plan
 from whale_torch.planning.taskgraph import TaskGraph
 from whale_torch.strategies.copies import Replacement
 
-__all__ = ["check_batch_norm", "sync_batch_norm"]
+__all__ = ["Statistics", "check_batch_norm", "normalised", "sync_batch_norm"]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Statistics:
+class Statistics:
     """Of each channel over all samples: mean, biased variance, and how many values they are of."""
 
     mean: Tensor
@@ -62,13 +62,40 @@ class _Statistics:
     count: float
     eps: float
 
+    @torch.no_grad()
+    def track(self, running_mean: Tensor, running_var: Tensor, factor: float) -> None:
+        """Running statistics as one process has them: of the unbiased variance of the whole batch."""
+        if self.count:
+            unbiased = self.var * (self.count / (self.count - 1))
+            running_mean.lerp_(self.mean.to(running_mean.dtype), factor)
+            running_var.lerp_(unbiased.to(running_var.dtype), factor)
+
+
+def normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
+) -> tuple[Tensor, Statistics]:
+    """x normalised over the samples of a group, and by what.
+
+    Raises ValueError as torch does, for one value a channel in all.
+    """
+    with torch.no_grad():
+        mean, var, count = _statistics(x, group)
+    if count == 1.0:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got 1 on all ranks, here {tuple(x.shape)}"
+        )
+    dtype = _wide(x).dtype
+    of = Statistics(mean.to(dtype), var.to(dtype), count, eps)
+    out: Tensor = _SyncBatchNorm.apply(x, weight, bias, of, group)  # type: ignore[no-untyped-call]
+    return out, Statistics(mean, var, count, eps)
+
 
 class _SyncBatchNorm(torch.autograd.Function):
     """x normalised by given statistics that depend on x on every rank of the group."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, of: _Statistics, group: Group
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, of: Statistics, group: Group
     ) -> Tensor:
         ctx.save_for_backward(x, weight, of.mean, (of.var + of.eps).rsqrt())
         ctx.count, ctx.group = of.count, group
@@ -94,10 +121,14 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 class _Synced(Replacement, nn.Module):
-    """What the three classes below put before torch's. _group: one rank of each feed."""
+    """What the three classes below put before torch's.
 
-    _added = ("_group",)
+    _group: one rank of each feed. _regions: of a split, the ranks that hold the same part in all of its regions.
+    """
+
+    _added = ("_group", "_regions")
     _group: Group
+    _regions: Group | None = None
     _check_input_dim: Callable[[Tensor], None]
     weight: nn.Parameter
     bias: nn.Parameter
@@ -116,33 +147,20 @@ class _Synced(Replacement, nn.Module):
         if not self.training and self.running_mean is not None:
             known: Tensor = super().forward(input)
             return known
-        with torch.no_grad():
-            mean, var, count = _statistics(input, self._group)
-        if count == 1.0:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got 1 on all ranks, here {tuple(input.shape)}"
-            )
+        out, of = normalised(input, self.weight, self.bias, self.eps, self._group)
         if self.training and self.track_running_stats:
-            self._track(mean, var, count)
-        dtype = _wide(input).dtype
-        statistics = _Statistics(mean.to(dtype), var.to(dtype), count, self.eps)
-        out: Tensor = _SyncBatchNorm.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, statistics, self._group
-        )
+            self._track(of)
         return out
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, var: Tensor, count: float) -> None:
-        """Running statistics as one process has them: of the unbiased variance of the whole batch."""
+    def _track(self, of: Statistics) -> None:
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         factor = self.momentum or 0.0
         if self.momentum is None and self.num_batches_tracked is not None:
             factor = 1.0 / float(self.num_batches_tracked)
-        if self.running_mean is not None and self.running_var is not None and count:
-            unbiased = var * (count / (count - 1))
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        if self.running_mean is not None and self.running_var is not None:
+            of.track(self.running_mean, self.running_var, factor)
 
 
 class SyncedBatchNorm1d(_Synced, nn.BatchNorm1d):
@@ -170,16 +188,12 @@ def _is_batch_norm(module: nn.Module) -> bool:
 
 
 def _asked(model: nn.Module, plan: Plan) -> list[tuple[TaskGraph, list[tuple[str, nn.Module]]]]:
-    """TaskGraphs with wh.replica(sync_batch_norm=True), and their BatchNorms by name."""
-    graphs = [g for g in plan.taskgraphs if g.kind == "replica" and g.option("replica", "sync_batch_norm", False)]
-    roots = {name: graph.index for graph in plan.taskgraphs for name in graph.modules}
+    """TaskGraphs in a wh.replica(sync_batch_norm=True), splits inside it included, and their BatchNorms by name."""
+    graphs = [graph for graph in plan.taskgraphs if graph.option("replica", "sync_batch_norm", False)]
     found: dict[int, list[tuple[str, nn.Module]]] = {graph.index: [] for graph in graphs}
-    for name, module in model.named_modules():
-        above = name
-        while above not in roots:
-            above = above.rpartition(".")[0]
-        if _is_batch_norm(module) and roots[above] in found:
-            found[roots[above]].append((name, module))
+    for name, module in model.named_modules() if graphs else ():
+        if _is_batch_norm(module) and (index := plan.taskgraph_of(name).index) in found:
+            found[index].append((name, module))
     return [(graph, found[graph.index]) for graph in graphs]
 
 
@@ -209,7 +223,11 @@ def sync_batch_norm(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         return
     one_of_each_feed = tuple(tuple(range(place, plan.world, plan.feed_size)) for place in range(plan.feed_size))
     group = mesh.group("one rank of each feed", one_of_each_feed, channel="batch norm")
-    for _, members in asked:
+    for graph, members in asked:
+        copies = plan.device(graph.device).copies
         for _, module in members:
-            module.__class__ = _CLASSES[type(module)]
+            if not isinstance(module, _Synced):
+                module.__class__ = _CLASSES[type(module)]
+            elif len(copies[0]) > 1:
+                module.__dict__["_regions"] = mesh.group(f"{graph.device} copies", copies, channel="batch norm")
             module.__dict__["_group"] = group

@@ -67,6 +67,7 @@ def materialize(
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             for name, module in reversed(list(model.named_modules())):
                 run.visit(name, module)
+            any_rank(False)  # the last question: where another rank failed, its answer raises, and this rank goes back
     except BaseException:
         run.undo()
         raise

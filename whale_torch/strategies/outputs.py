@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whale_torch.errors import LayoutError
 
-__all__ = ["PARTS", "leaves_in", "map_tensors", "tensors_in"]
+__all__ = ["PARTS", "is_array", "leaves_in", "map_tensors", "tensors_in"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size)
 _CLOSED = (
@@ -35,12 +35,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def leaves_in(value: Any) -> Iterator[Any]:
-    """Every tensor in such a nest, and every number and text that is not an object's own affair, in order."""
+    """Every tensor and numpy array in such a nest, and every number and text that is not an object's own affair."""
     return _leaves(value, frozenset(), True)
 
 
+def is_array(value: Any) -> bool:
+    """Whether it is a numpy array or a number of one."""
+    return type(value).__module__ == "numpy" and hasattr(value, "__array_interface__")
+
+
 def _leaves(value: Any, above: frozenset[int], plain: bool) -> Iterator[Any]:
-    if isinstance(value, Tensor) or (plain and isinstance(value, _PLAIN)):
+    if isinstance(value, Tensor) or (plain and isinstance(value, _PLAIN)) or is_array(value):
         yield value
         return
     if isinstance(value, (*_PLAIN, *_CLOSED)) or id(value) in above or PARTS in getattr(value, "__dict__", {}):

@@ -14,11 +14,13 @@ from whale_torch.comm.call import Anchor, Call, Trained, deliver
 from whale_torch.comm.columns import Columns, plain
 from whale_torch.comm.drift import note_gradients
 from whale_torch.comm.gradients import GradientReducer, Gradients
+from whale_torch.comm.local_random import stream_code
 from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
+from whale_torch.planning.cost import may_call_losses
 from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies import delayed
 from whale_torch.strategies.batch import BatchReader
@@ -82,7 +84,8 @@ class Runtime:
         self.gradients = self._make_gradients()
         self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
-        self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
+        self._draws: set[bool] = set()  # in which modes, training or not, forwards were seen to draw random numbers
+        self._seeks_losses = plan.num_feeds > 1 and may_call_losses(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
         return CopiedRuntime(self.plan, self.regions)
@@ -104,7 +107,9 @@ class Runtime:
             return self._leave(out, None, training)
         if grad:
             self._check_parameters()
-        call = self._begin(args, kwargs)
+        call = self._begin(args, kwargs, model.training)
+        watched = self.plan.feed_size > 1 and model.training not in self._draws
+        before = stream_code(self.mesh.device) if watched else 0
         try:
             if grad and self._seeks_losses:
                 with TrueMeanLoss(call, self._counts_group):
@@ -113,11 +118,16 @@ class Runtime:
                 out = forward(model, *args, **kwargs)
         finally:
             self._end()
+        if watched and stream_code(self.mesh.device) != before:
+            self._draws.add(model.training)
+        call.advance()
         return self._leave(out, call, training)
 
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool) -> Call:
         plan = self.plan
         batch = self._reader.read(args, kwargs, hashed=plan.feed_size > 1)
+        if training in self._draws:
+            batch.stream = stream_code(self.mesh.device)
         self.call = Call(
             self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum"
         )
@@ -205,14 +215,6 @@ def _deliver_columns(x: Columns, call: Call) -> Columns:
     else:
         out = Columns.of(deliver(plain(x), call, weigh=False), place, x.hold)
     return out
-
-
-def _may_call_losses(model: nn.Module) -> bool:
-    """Whether a loss function may run inside: torch's own modules call none, but for its loss modules."""
-    ours = ("torch.nn.", "whale_torch.")
-    losses = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
-    kinds = {type(module).__module__ for module in model.modules()}
-    return any(kind in losses or not kind.startswith(ours) for kind in kinds)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

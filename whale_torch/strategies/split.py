@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from whale_torch.comm.region import Region
@@ -42,10 +40,9 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Parame
     """Where every cut parameter is to lie, by its first name; nothing is touched."""
     first = {id(p): name for name, p in model.named_parameters()}
     modules = dict(model.named_modules(remove_duplicate=False))
-    graph_of = {name: graph for graph in plan.taskgraphs for name in graph.modules}
     found: dict[str, ParameterPlace] = {}
     for cut in plan.cuts:
-        graph = graph_of[_root_of(cut.module, graph_of)]
+        graph = plan.taskgraph_of(cut.module)
         columns, _, _, copies = groups_of(plan, mesh, graph.device)
         for key, shard in cut.shards:
             owner_name, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
@@ -53,12 +50,6 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, Parame
             name = first[id(parameter)]
             found.setdefault(name, ParameterPlace(name, copies, shard, columns, graph.site, mesh.everyone()))
     return found
-
-
-def _root_of(name: str, graph_of: dict[str, Any]) -> str:
-    while name not in graph_of:
-        name = name.rpartition(".")[0]
-    return name
 
 
 def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, ParameterPlace]) -> list[Region]:
@@ -73,10 +64,9 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, Parame
             parameter.data = shard.cut(parameter.data, parts.index)
             parameter.grad = None if grad is None else shard.cut(grad, parts.index)
         set_place(parameter, place)
-    graph_of = {name: graph for graph in plan.taskgraphs for name in graph.modules}
     regions: dict[int, Region] = {}
     for decided in plan.cuts:
-        graph = graph_of[_root_of(decided.module, graph_of)]
+        graph = plan.taskgraph_of(decided.module)
         if graph.index not in regions:
             groups = groups_of(plan, mesh, graph.device)
             headers = mesh.two_levels(f"{graph.device} headers", plan.device(graph.device).columns, channel="headers")

@@ -51,14 +51,21 @@ class VocabularyEmbedding(_IdsOfAll, nn.Embedding):
             padding = frozen if 0 <= frozen < self._width else None
             found = F.embedding(here.clamp(0, self._width - 1), self.weight, padding)
             part = torch.where(inside, found, found.new_zeros(()))
+        if part.device.type != "cpu":
+            part = _nan_for_no_word(part, ids, self.num_embeddings)
         return leave_rows(part, counts, tuple(input.shape), self._region)
 
     def _check(self, ids: Tensor) -> None:
-        """Raises IndexError for an id that no rank holds, as one process does."""
+        """Raises IndexError on the CPU for an id that no rank holds, as one process does; elsewhere its row is NaN."""
         if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
             raise IndexError(
                 f"index out of range in self: ids {int(ids.min())}..{int(ids.max())}, {self.num_embeddings} words"
             )
+
+
+def _nan_for_no_word(part: Tensor, ids: Tensor, num_words: int) -> Tensor:
+    """[N, D] with NaN in the rows of ids that are no word: reading them back to raise would wait for the device."""
+    return part.masked_fill(((ids < 0) | (ids >= num_words)).unsqueeze(1), torch.nan)
 
 
 register_class("Embedding", "columns", ColumnEmbedding)

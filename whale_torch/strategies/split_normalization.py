@@ -1,4 +1,4 @@
-"""BatchNorm in a split: its statistics are those of all rows of the region."""
+"""BatchNorm in a split: its statistics are those of all rows of the region, or, where asked, of all regions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from whale_torch.comm.collectives import all_gather_rows
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.rows import partial_parameter
-from whale_torch.strategies.batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
+from whale_torch.mesh import Group
+from whale_torch.strategies.batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d, normalised
 from whale_torch.strategies.split_rules import SplitModule, joined_class, register_class
 
 __all__ = ["SplitBatchNorm"]
@@ -21,10 +22,12 @@ class SplitBatchNorm(SplitModule):
     """Columns stay Columns: each rank normalises its features of all rows. Own rows stay so: moments are exchanged.
 
     Joined with the form of BatchNorm that does the latter. Parameters and running statistics stay whole, and equal on
-    the region's ranks. Raises ValueError as torch does, for one value a feature in training.
+    the region's ranks. In a wh.replica(sync_batch_norm=True) statistics are those of all feeds.
+    Raises ValueError as torch does, for one value a feature in training.
     """
 
-    _added = ("_group",)
+    _added = ("_group", "_regions")
+    _regions: Group | None
     eps: float
     momentum: float | None
     track_running_stats: bool
@@ -63,7 +66,11 @@ class SplitBatchNorm(SplitModule):
         var = None if self.running_var is None else self.running_var[here].clone()
         kept = (None, None) if by_batch and not self.training else (mean, var)
         momentum = self._momentum()
-        if self._width:
+        if self._width and by_batch and self._regions is not None:
+            out, of = normalised(x, weight, bias, self.eps, self._regions)
+            if mean is not None and var is not None and self.training:
+                of.track(mean, var, momentum)
+        elif self._width:
             out = F.batch_norm(x, *kept, weight, bias, by_batch, momentum, self.eps)
         else:
             out = x + sum(p.sum() for p in (weight, bias) if p is not None)

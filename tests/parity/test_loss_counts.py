@@ -1,0 +1,175 @@
+"""Losses inside the model that only some ranks call: gradients are those of one process with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import whale_torch as wh
+from tests.parity.replica_cases import error, gradients
+from tests.world import outcomes, world
+from whale_torch.comm.loss_counts import LossCounts, _check_lines, _same_loss
+from whale_torch.errors import LossError
+
+IGNORED = -100
+BAR = 2e-5
+
+
+class Branches(nn.Module):
+    """Two heads; each loss is left out where there is nothing to learn from."""
+
+    def __init__(self, form: str):
+        super().__init__()
+        self.form = form
+        self.body, self.words, self.next = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, words: Tensor, following: Tensor) -> Tensor:
+        h = self.body(x).tanh()
+        loss = h.sum() * 0.0
+        return getattr(self, f"_{self.form}")(h, loss, words, following)
+
+    def _first(self, h: Tensor, loss: Tensor, words: Tensor, following: Tensor) -> Tensor:
+        if (words != IGNORED).any():
+            loss = loss + F.cross_entropy(self.words(h), words)
+        return loss + F.cross_entropy(self.next(h), following)
+
+    def _last(self, h: Tensor, loss: Tensor, words: Tensor, following: Tensor) -> Tensor:
+        loss = loss + F.cross_entropy(self.next(h), following, weight=torch.tensor([0.5, 2.0]))
+        if (words != IGNORED).any():
+            loss = loss + nn.CrossEntropyLoss()(self.words(h), words)
+        return loss
+
+    def _return(self, h: Tensor, loss: Tensor, words: Tensor, following: Tensor) -> Tensor:
+        if h.shape[0] == 0 or not (words != IGNORED).any():
+            return loss
+        return loss + F.cross_entropy(self.words(h), words)
+
+    def _many(self, h: Tensor, loss: Tensor, words: Tensor, following: Tensor) -> Tensor:
+        """One loss for each row that a rank has; more than the first message has room for."""
+        for i in range(12):
+            here = slice(i, i + 1)
+            if (words[here] != IGNORED).any():
+                loss = loss + F.nll_loss(self.words(h[here]).log_softmax(-1), words[here])
+        return loss
+
+
+def batch(rows: list[int], form: str) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    n = sum(rows)
+    x = torch.randn(n, 4, generator=generator)
+    words, following = torch.randint(5, (n,), generator=generator), torch.randint(2, (n,), generator=generator)
+    words[: rows[0]] = IGNORED
+    words[-1] = IGNORED
+    return x, words, following
+
+
+def branches_rank(rank: int, n: int, form: str, rows: list[int]) -> list[dict[str, Tensor | None]]:
+    torch.manual_seed(0)
+    model = wh.parallelize(Branches(form), timeout=20.0)
+    whole = batch(rows, form)
+    found = []
+    for step in range(2):
+        model.zero_grad()
+        here = [t.split(rows)[rank] if step == 0 else t.flip(0).split(rows)[rank] for t in whole]
+        model(*here).backward()
+        found.append(gradients(model))
+    return found
+
+
+def apart_rank(rank: int, n: int, form: str, rows: list[int]) -> list[dict[str, Tensor | None]]:
+    """As on a device whose numbers the host does not read."""
+    with mock.patch.object(LossCounts, "_apart", True):
+        return branches_rank(rank, n, form, rows)
+
+
+def test_counts_in_a_message_of_their_own() -> None:
+    for form, rows in (("first", [3, 2, 2]), ("many", [2, 5, 9])):
+        both = zip(world(3, apart_rank, form, rows), world(3, branches_rank, form, rows), strict=True)
+        for apart, together in both:
+            for mine, expected in zip(apart, together, strict=True):
+                assert error({k: v for k, v in mine.items() if v is not None}, clean(mine, expected)) < BAR
+
+
+def in_one_process(form: str, rows: list[int]) -> list[dict[str, Tensor | None]]:
+    torch.manual_seed(0)
+    model, found = Branches(form), []
+    for step in range(2):
+        model.zero_grad()
+        model(*(t if step == 0 else t.flip(0) for t in batch(rows, form))).backward()
+        found.append(gradients(model))
+    return found
+
+
+@pytest.mark.parametrize("rows", [[3, 2, 2], [0, 4, 1], [1, 0, 3, 2]], ids=str)
+@pytest.mark.parametrize("form", ["first", "last", "return"])
+def test_a_loss_that_some_ranks_leave_out(form: str, rows: list[int]) -> None:
+    whole = in_one_process(form, rows)
+    for found in world(len(rows), branches_rank, form, rows):
+        for mine, expected in zip(found, whole, strict=True):
+            assert error({k: v for k, v in mine.items() if v is not None}, clean(mine, expected)) < BAR
+
+
+def clean(mine: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    for name, value in expected.items():
+        assert (mine[name] is None) == (value is None) or not value.any(), name
+    return {name: value for name, value in expected.items() if value is not None and mine[name] is not None}
+
+
+@pytest.mark.parametrize("per_node", [4, 2])
+def test_more_losses_than_the_first_message_holds(per_node: int) -> None:
+    """Ranks call 0 to 11 losses; number k of them is one loss over the ranks that have so many."""
+    rows = [2, 5, 11, 7]
+    for found in world(4, branches_rank, "many", rows, local_world_size=per_node):
+        for step, mine in enumerate(found):
+            torch.manual_seed(0)
+            model = Branches("many")
+            x, words, _ = (t if step == 0 else t.flip(0) for t in batch(rows, "many"))
+            parts = list(zip(x.split(rows), words.split(rows), strict=True))
+            called = [int((w != IGNORED).sum()) for _, w in parts]
+            total = torch.zeros(())
+            for k in range(12):  # the k-th loss of each rank, a mean over the ranks that have it
+                losses = []
+                for (a, w), most in zip(parts, called, strict=True):
+                    if k < most:
+                        row = int((w != IGNORED).nonzero()[k])
+                        losses.append(F.cross_entropy(model.words(model.body(a[row]).tanh()), w[row]))
+                total = total + (torch.stack(losses).mean() if losses else 0.0)
+            total.backward()
+            expected = gradients(model)
+            assert error({k: v for k, v in mine.items() if expected[k] is not None}, clean(mine, expected)) < BAR
+
+
+class EitherOr(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if (y == 0).any():
+            return F.cross_entropy(self.head(x), y, weight=torch.ones(5))
+        return F.cross_entropy(self.head(x), y)
+
+
+def either_or_rank(rank: int, n: int) -> None:
+    model = wh.parallelize(EitherOr(), timeout=20.0)
+    model(torch.ones(2, 4), torch.tensor([rank, 1])).backward()
+
+
+def test_different_losses_are_refused_on_every_rank() -> None:
+    texts = {str(o.error) for o in outcomes(3, either_or_rank) if isinstance(o.error, LossError)}
+    assert len(texts) == 1
+    line = EitherOr.forward.__code__.co_firstlineno + 2
+    assert f"rank 0 in the lines [{line}], rank 1 in the lines [{line + 1}]" in texts.pop()
+
+
+def test_lines_match_in_order_of_calls() -> None:
+    _check_lines([[7, 8, 8, 9], [], [8, 8], [7, 9]])
+    for wrong in ([8, 7], [8, 8, 8], [7, 6]):
+        with pytest.raises(LossError, match=r"rank 0 in the lines .* rank 1 in the lines"):
+            _check_lines([[7, 8, 8, 9], wrong])
+    assert _same_loss([[7, 8, 8], [8], [7, 8]], 1) == [[(0, 1), (1, 0), (2, 1)]]

@@ -1,0 +1,85 @@
+"""wh.reduce counts each replica once, and says so where a rank does not take part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import whale_torch as wh
+from tests.world import outcomes, world
+from whale_torch.errors import CommError, PlanError
+
+
+def build(size: int | None) -> nn.Module:
+    if size is None:
+        return nn.Linear(4, 4)
+    with wh.replica(), wh.split(size=size):
+        return nn.Sequential(nn.Linear(4, 4))
+
+
+def metrics(rank: int, n: int) -> dict[str, Any]:
+    model = wh.parallelize(build(2))
+    feed, feeds = wh.data_rank(model)
+    assert feeds == 2
+    value = torch.tensor([1.0 + feed, 10.0])
+    found = {
+        "sum": wh.reduce(value, "sum"),
+        "mean": wh.reduce(value),
+        "count": wh.reduce(3 + feed, "sum"),
+        "weighed": wh.reduce(float(feed), weight=1 + 2 * feed),
+        "nan": wh.reduce(float("nan") if feed else 4.0, weight=1 - feed),
+        "whole mean": wh.reduce(torch.tensor(3 + feed)),
+        "whole sum": wh.reduce(torch.tensor(3 + feed), "sum"),
+        "flags": wh.reduce(torch.tensor([True, feed == 1]), "sum"),
+        "half": wh.reduce(torch.tensor(1.5, dtype=torch.bfloat16)),
+    }
+    replicas = wh.parallelize(build(None))
+    assert wh.reduce(value).tolist() == [1.5, 10.0]
+    with pytest.raises(PlanError, match=r"replicas of \[1, 2\] ranks"):
+        wh.reduce(value, "sum")
+    assert wh.reduce(1.0, "sum", model=model) == 2.0
+    assert wh.reduce(1.0, "sum", model=replicas) == 4.0
+    with pytest.raises(PlanError, match="needs a parallelized model"):
+        wh.reduce(1.0, "sum", model=nn.Linear(2, 2))
+    return found
+
+
+def test_each_replica_counts_once() -> None:
+    for found in world(4, metrics):
+        assert found["sum"].tolist() == [3.0, 20.0]
+        assert found["mean"].tolist() == [1.5, 10.0]
+        assert found["count"] == 7.0
+        assert found["weighed"] == 0.75
+        assert found["nan"] == 4.0
+        assert found["whole mean"].item() == 3.5 and found["whole mean"].dtype == torch.float32
+        assert found["whole sum"].item() == 7 and found["whole sum"].dtype == torch.int64
+        assert found["flags"].tolist() == [2, 1]
+        assert found["half"].dtype == torch.bfloat16 and found["half"].item() == 1.5
+
+
+def before_any_model(rank: int, n: int) -> Tensor:
+    """It joins the ranks itself."""
+    out: Tensor = wh.reduce(torch.tensor(float(rank)), "sum")
+    return out
+
+
+def test_without_a_model_every_rank_is_a_replica() -> None:
+    assert [float(found) for found in world(2, before_any_model)] == [1.0, 1.0]
+
+
+def on_rank_0_only(rank: int, n: int) -> None:
+    wh.parallelize(build(None), timeout=3.0)
+    dist.barrier()
+    if rank == 0:
+        wh.reduce(1.0)
+    dist.barrier()
+
+
+def test_a_rank_that_does_not_take_part_is_named() -> None:
+    mine, _ = outcomes(2, on_rank_0_only, timeout=40)
+    assert isinstance(mine.error, CommError), mine.error
+    assert "'wh.reduce' over world (ranks [0, 1]) failed on rank 0" in str(mine.error)

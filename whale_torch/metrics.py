@@ -1,0 +1,86 @@
+"""Metrics over all replicas: values of the ranks as one number, equal on each of them."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from whale_torch.comm.collectives import all_reduce
+from whale_torch.errors import PlanError
+from whale_torch.mesh import Mesh, start
+from whale_torch.strategies.runtime import runtime_of
+
+__all__ = ["note_replicas", "reduce"]
+
+Value = TypeVar("Value", float, Tensor)
+
+
+class _Replicas:
+    """What the models of this process's world say of its ranks: the groups, and how many ranks are fed alike."""
+
+    def __init__(self) -> None:
+        self.world: object = None
+        self.mesh: Mesh | None = None
+        self.feed_sizes: set[int] = set()
+
+    def of_this_world(self) -> _Replicas:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if self.world is not world:
+            self.world, self.mesh, self.feed_sizes = world, None, set()
+        return self
+
+
+_replicas = _Replicas()
+
+
+def note_replicas(mesh: Mesh, feed_size: int) -> None:
+    """Called for every parallelized model, on all ranks: wh.reduce counts each replica of it once."""
+    known = _replicas.of_this_world()
+    known.mesh = mesh
+    known.feed_sizes.add(feed_size)
+
+
+def reduce(value: Value, how: str = "mean", *, weight: float = 1.0, model: nn.Module | None = None) -> Value:
+    """A metric over all replicas, equal on every rank: a collective, called on every rank.
+
+    how: "mean" of the replicas' values, weighed by `weight` (the number of samples behind this value; with 0 the value,
+    even NaN, has no part), or "sum". The ranks that are fed the same batch are one replica: the first one's value
+    counts. model: whose replicas are meant, where the models of this process differ in that. A tensor keeps its dtype,
+    but for the mean of whole numbers, of default dtype, and the sum of bools, int64.
+    Raises PlanError for any other `how`, and for a sum where models differ and none is named; CommError where a rank
+    does not take part.
+    """
+    if how not in ("mean", "sum"):
+        raise PlanError(f'wh.reduce knows "mean" and "sum", got {how!r}.', fix='wh.reduce(value, "mean")')
+    known = _replicas.of_this_world()
+    mesh, feed_sizes = known.mesh, known.feed_sizes
+    if model is not None:
+        runtime = runtime_of(model, "wh.reduce")
+        mesh, feed_sizes = runtime.mesh, {runtime.plan.feed_size}
+    if how == "sum" and len(feed_sizes) > 1:
+        raise PlanError(
+            f"the models of this process have replicas of {sorted(feed_sizes)} ranks; wh.reduce cannot tell whose "
+            "value it sums.",
+            fix='wh.reduce(value, "sum", model=model)',
+        )
+    x = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    feed_size = min(feed_sizes, default=1)  # a mean is the same over any copies of equal values
+    total = _over_replicas(x, how, weight, mesh or start(), feed_size)
+    return total if isinstance(value, Tensor) else float(total)
+
+
+def _over_replicas(x: Tensor, how: str, weight: float, mesh: Mesh, feed_size: int) -> Tensor:
+    weight = 0.0 if mesh.rank % feed_size else weight
+    wide = x.to(torch.float64) * weight if weight else torch.zeros_like(x, dtype=torch.float64)
+    both = torch.stack([wide, torch.full_like(wide, weight)])
+    device = both.device
+    if device.type != mesh.device.type:
+        both = both.cpu()
+    total = all_reduce(both, mesh.everyone(), name="wh.reduce").to(device)
+    whole = not x.dtype.is_floating_point
+    if how == "mean":
+        return (total[0] / total[1]).to(torch.get_default_dtype() if whole else x.dtype)
+    return total[0].to(torch.int64 if x.dtype is torch.bool else x.dtype)
