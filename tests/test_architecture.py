@@ -46,7 +46,9 @@ PRIVATE_TORCH = {
     # The end of backward: DDP and FSDP use it, and nothing public is called there.
     "torch.autograd.Variable._execution_engine.queue_callback": {"comm"},
     # Whether backward() or torch.autograd.grad runs, as torch's own register_multi_grad_hook asks.
-    "torch._C._will_engine_execute_node": {"comm"},
+    "torch._C._will_engine_execute_node": {"comm", "strategies"},
+    # Which backward runs: what one left behind when an error ended it belongs to no other.
+    "torch._C._current_graph_task_id": {"strategies"},
     # What repr shows: subclasses are meant to override it.
     "torch.nn.Module._get_name": {"strategies"},
     # Compared only: does a scaler look for overflow as torch's does, in one rank's gradients?
