@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from whale_torch.comm.collectives import spread_async
+from whale_torch.comm.hooks import on_gradient
 from whale_torch.comm.region import Region
 from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group
@@ -54,7 +55,7 @@ class Anchor:
         self.leaf = torch.zeros((), device=device, requires_grad=True)
         self.zero = torch.zeros((), device=device)
         self._reached, self._parameters = reached, parameters
-        self.leaf.register_post_accumulate_grad_hook(self._fire)
+        on_gradient(self.leaf, self._fire)
 
     def _fire(self, leaf: torch.Tensor) -> None:
         leaf.grad = None

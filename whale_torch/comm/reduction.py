@@ -70,6 +70,7 @@ def _work(todo: _Queue) -> None:
             future.set_result(work())
         except BaseException as error:  # whatever it is, the thread that waits raises it
             future.set_exception(error)
+        del item, future, work  # else the thread would keep what asked for its last work, until the next
 
 
 def _stop(todo: _Queue, thread: threading.Thread) -> None:
