@@ -67,6 +67,7 @@ class Reducer:
         self, parameters: list[torch.nn.Parameter], reduction: Reduction, *, bucket_bytes: int, max_in_flight: int
     ):
         self.reduction, self.max_in_flight = reduction, max_in_flight
+        self.groups = reduction.groups
         self.sync = True
         self.buckets = _fill(parameters, bucket_bytes)
         self.staging = reduction.staging(

@@ -24,7 +24,7 @@ class SparseReducer:
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], copies: Group):
-        self.copies, self.sync = copies, True
+        self.copies, self.groups, self.sync = copies, [copies], True
         self._parameters = parameters
         self._handles = [on_gradient(p, self._ready) for p in parameters]
 
