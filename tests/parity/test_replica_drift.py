@@ -208,3 +208,18 @@ def nan_rank(rank: int, n: int) -> str:
 
 def test_gradients_that_are_not_finite_agree() -> None:
     world(2, nan_rank)
+
+
+def _in_another_order(rank: int, n: int, model_kind: str) -> None:
+    """The optimizer of rank 1 holds its parameters in another order, as from a set."""
+    torch.manual_seed(0)
+    model = wh.parallelize(build("mlp") if model_kind == "replica" else Headed(model_kind == "cut"))
+    listed = list(model.parameters())
+    optimizer = torch.optim.SGD(listed[::-1] if rank == 1 else listed, lr=0.01)
+    outside(model, share(batch_of(8), [4] * n, rank)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("model", ["replica", "headed", "cut"])
+def test_the_order_of_the_parameters_is_of_no_account(model: str) -> None:
+    world(2, _in_another_order, model)

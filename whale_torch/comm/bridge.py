@@ -19,7 +19,16 @@ from whale_torch.comm.collectives import all_gather_rows, all_reduce, all_to_all
 from whale_torch.comm.region import Region
 from whale_torch.errors import LossError
 
-__all__ = ["ColumnsToRows", "Enter", "Leave", "MeanSeed", "OwnRows", "RowsToColumns", "first_order"]
+__all__ = [
+    "ColumnsToRows",
+    "Enter",
+    "Leave",
+    "MeanSeed",
+    "RowsToColumns",
+    "ScaleBackward",
+    "Shared",
+    "first_order",
+]
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
@@ -146,20 +155,6 @@ class Leave(torch.autograd.Function):
         return _scaled_gather(grad, ctx.counts, ctx.region, "leave's backward"), None, None
 
 
-class OwnRows(torch.autograd.Function):
-    """All rows, equal on every rank of the region -> rows of the own feed: [N, ...] -> [F, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Sequence[int], region: Region) -> torch.Tensor:
-        ctx.counts, ctx.region = counts, region
-        return own_feed(x, counts, region).clone()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _scaled_gather(grad, ctx.counts, ctx.region, "own rows' backward"), None, None
-
-
 def _scaled_gather(grad: torch.Tensor, counts: Sequence[int], region: Region, name: str) -> torch.Tensor:
     if region.rows.size == 1:
         return grad
@@ -218,3 +213,32 @@ class MeanSeed(torch.autograd.Function):
             return grad, None
         seeds = gather_equal(grad.reshape(1), region.columns, name="seed of a loss")
         return seeds.mean().reshape(grad.shape), None
+
+
+class Shared(torch.autograd.Function):
+    """Identity on a tensor that all ranks of a region hold alike, each for its part; backward sums the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
+        ctx.region = region
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return all_reduce(grad.contiguous().clone(), ctx.region.columns, name="gradient of a shared tensor"), None
+
+
+class ScaleBackward(torch.autograd.Function):
+    """Identity whose backward multiplies by a number that is asked for only then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: Callable[[], torch.Tensor | float]) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factor = ctx.factor()
+        return grad * (factor.to(grad.dtype) if isinstance(factor, torch.Tensor) else factor), None

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from whale_torch.comm.collectives import gather_equal
-from whale_torch.comm.registry import ParameterPlace, place_of
+from whale_torch.comm.registry import ParameterPlace, by_name, place_of
 from whale_torch.errors import CommError
 from whale_torch.mesh import Group
 
@@ -65,10 +65,10 @@ def check_gradients(parameters: Iterable[Tensor]) -> None:
     """
     copies: dict[Group, list[Placed]] = {}
     parts: dict[Group, list[Placed]] = {}
-    for parameter in parameters:
+    for parameter in by_name(parameters):
         place = place_of(parameter)
         if place is None:
-            continue
+            break
         if place.copies.size > 1:
             copies.setdefault(place.copies, []).append((parameter, place))
         if place.parts is not None and place.parts.size > 1:

@@ -19,8 +19,10 @@ class GradientReducer(Protocol):
 
     sync: bool
     """Whether gradients are averaged, or stay on their ranks for now."""
-    groups: Sequence[Group]
-    """What its messages travel on."""
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """What its messages travel on."""
 
     def listen(self, noticed: Callable[[], None]) -> None:
         """noticed: called at each gradient that arrives while no backward has begun."""

@@ -28,10 +28,11 @@ def on_gradient(leaf: torch.Tensor, method: Callable[..., None], *first: Any) ->
         if alive is None:
             place = place_of(leaf)
             raise LossError(
-                f"a gradient came for '{place.name if place else 'a parameter'}', but the parallelized model it belongs "
-                "to is gone: nothing averages it over ranks.",
+                f"a gradient came for '{place.name if place else 'a parameter'}', but the parallelized model it "
+                "belongs to is gone: nothing averages it over ranks.",
                 fix="keep the model that wh.parallelize returned as long as a part of it trains",
             )
         alive(*first, leaf)
 
-    return leaf.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(hook)
+    return handle

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from whale_torch import ops
-from whale_torch.comm.bridge import MeanSeed, first_order, gather_feeds, own_feed
+from whale_torch.comm.bridge import MeanSeed, ScaleBackward, first_order, gather_feeds, own_feed
 from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain, register_function
@@ -281,20 +281,6 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return cross_entropy(*args, **kwargs)
 
 
-class _ScaleBackward(torch.autograd.Function):
-    """Identity whose backward multiplies by a number known only then."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Callable[[], Tensor]) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad * ctx.factor().to(grad.dtype), None
-
-
 class TrueMeanLoss(TorchFunctionMode):
     """While the model's forward runs: a mean over ignored or weighted labels gets the gradient of the global mean.
 
@@ -338,5 +324,5 @@ class TrueMeanLoss(TorchFunctionMode):
             by = divisor()
             return torch.where(by == 0, torch.zeros_like(by), mine / by)
 
-        scaled: Tensor = _ScaleBackward.apply(out, factor)  # type: ignore[no-untyped-call]
+        scaled: Tensor = ScaleBackward.apply(out, factor)  # type: ignore[no-untyped-call]
         return scaled

@@ -26,19 +26,16 @@ def place_whole_parameters(model: nn.Module, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def equalize(model: nn.Module) -> None:
+def equalize(model: nn.Module, mesh: Mesh) -> None:
     """Copies every parameter from the first rank that holds it, and every buffer from rank 0."""
-    everyone: Group | None = None
     for name, parameter in model.named_parameters():
         place = place_of(parameter)
         assert place is not None
-        if place.shard is None:
-            everyone = place.copies
         if place.copies.size > 1:
             _broadcast(parameter.data, place.copies, name)
-    if everyone is not None and everyone.size > 1:
+    if mesh.world > 1:
         for name, buffer in model.named_buffers():
-            _broadcast(buffer, everyone, name)
+            _broadcast(buffer, mesh.everyone(), name)
 
 
 def _broadcast(x: Tensor, group: Group, name: str) -> None:

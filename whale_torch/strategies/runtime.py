@@ -80,7 +80,6 @@ class Runtime:
         self._trained = [p.requires_grad for _, _, _, p in self._watched]
         self._trained_code = Trained(self._trained)
         self.gradients = self._make_gradients()
-        self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
         self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
 
@@ -139,7 +138,7 @@ class Runtime:
     def _leave(self, out: Any, call: Call | None, training: bool) -> Any:
         def one(x: Tensor) -> Tensor:
             if isinstance(x, Columns):
-                if training or self._keeps_columns:
+                if training or x.place.region.keeps_columns:
                     return x if call is None else _deliver_columns(x, call)
                 x = x.rows()
             return x if call is None else deliver(x, call)
