@@ -61,7 +61,7 @@ def check_gradients(parameters: Iterable[Tensor]) -> None:
     """Compares over ranks the copies of parameters and gradients, and how the gradients of cut ones were scaled.
 
     A collective over the ranks with copies and over those with parts; tensors of no parallelized model are passed over.
-    Raises CommError on all these ranks, naming the first parameter that differs.
+    Raises CommError on all these ranks, naming the first parameter, by name, that differs.
     """
     copies: dict[Group, list[Placed]] = {}
     parts: dict[Group, list[Placed]] = {}

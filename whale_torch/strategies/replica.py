@@ -48,12 +48,14 @@ def _broadcast(x: Tensor, group: Group, name: str) -> None:
 
 def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientReducer]:
     """One reducer for every group of gradients that the plan averages together, of what is trained now."""
-    parameters = dict(model.named_parameters())
+    # by the names of the plan: a module may be wrapped since, and be called otherwise
+    parameters = {place.name: p for p in model.parameters() if (place := place_of(p)) is not None}
     sparse = _sparse_parameters(model)
     reducers: list[GradientReducer] = []
     for number, reduce in enumerate(plan.reduces):
         device = plan.device(reduce.device)
-        chosen = [parameters[name] for name in reduce.parameters if parameters[name].requires_grad]
+        present = [parameters[name] for name in reduce.parameters if name in parameters]
+        chosen = [parameter for parameter in present if parameter.requires_grad]
         dense = [parameter for parameter in chosen if id(parameter) not in sparse]
         if dense:
             reduction = _reduction(reduce, device.copies, dense[0].dtype, plan, mesh, f"gradients {number}")

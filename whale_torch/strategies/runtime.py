@@ -22,6 +22,7 @@ from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies import delayed
 from whale_torch.strategies.batch import BatchReader
+from whale_torch.strategies.members import Members
 from whale_torch.strategies.outputs import map_tensors
 from whale_torch.strategies.split_linear import ColumnLinear
 from whale_torch.strategies.state_hooks import cut_places
@@ -76,11 +77,11 @@ class Runtime:
         self._delayed = [
             m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
         ]
-        self._watched = [(name, owner, key, p) for name, owner, key, p in _owners(model)]
-        self._trained = [p.requires_grad for _, _, _, p in self._watched]
+        self._members = Members(model)
+        self._trained = [p.requires_grad for p in self._members.parameters]
         self._trained_code = Trained(self._trained)
         self.gradients = self._make_gradients()
-        self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
+        self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), self._members.parameters)
         self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
@@ -102,7 +103,7 @@ class Runtime:
             self._end()
             return self._leave(out, None, training)
         if grad:
-            self._check_parameters()
+            self._check_parameters(model)
         call = self._begin(args, kwargs)
         try:
             if grad and self._seeks_losses:
@@ -148,7 +149,7 @@ class Runtime:
     def _make_gradients(self) -> Gradients:
         cut = [
             p
-            for _, _, _, p in self._watched
+            for p in self._members.parameters
             if (place := place_of(p)) and place.parts is not None and place.parts.size > 1
         ]
         return Gradients(self._make_reducers(), then=functools.partial(note_gradients, cut) if cut else None)
@@ -162,21 +163,12 @@ class Runtime:
         finally:
             self.gradients.sync = before
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, model: nn.Module) -> None:
         self.gradients.abandon()
-        changed = False
-        for i, (name, owner, key, parameter) in enumerate(self._watched):
-            if owner._parameters.get(key) is not parameter:
-                raise PlanError(
-                    f"parameter '{name}' was replaced after wh.parallelize; its gradient would not be averaged.",
-                    fix="change values in place (parameter.data.copy_(...), load_state_dict), "
-                    "or replace it before wh.parallelize",
-                )
-            if parameter.requires_grad is not self._trained[i]:
-                self._trained[i] = parameter.requires_grad
-                changed = True
-        if changed:
-            self._trained_code = Trained(self._trained)
+        self._members.check(model)
+        trained = [p.requires_grad for p in self._members.parameters]
+        if trained != self._trained:
+            self._trained, self._trained_code = trained, Trained(trained)
             sync = self.gradients.sync
             self.gradients.close()
             self.gradients = self._make_gradients()
@@ -211,13 +203,6 @@ def _may_call_losses(model: nn.Module) -> bool:
     losses = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
     kinds = {type(module).__module__ for module in model.modules()}
     return any(kind in losses or not kind.startswith(ours) for kind in kinds)
-
-
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield (f"{name}.{key}" if name else key), module, key, parameter
 
 
 def runtime_of(model: nn.Module, what: str) -> Runtime:
