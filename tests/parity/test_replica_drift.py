@@ -12,6 +12,7 @@ import whale_torch as wh
 from tests.parity.replica_cases import WIDTH, batch_of, build, outside, share
 from tests.world import world
 from whale_torch.comm import drift
+from whale_torch.strategies.runtime import runtime_of
 
 
 class Headed(nn.Module):
@@ -223,3 +224,46 @@ def _in_another_order(rank: int, n: int, model_kind: str) -> None:
 @pytest.mark.parametrize("model", ["replica", "headed", "cut"])
 def test_the_order_of_the_parameters_is_of_no_account(model: str) -> None:
     world(2, _in_another_order, model)
+
+
+@pytest.mark.parametrize(("model", "name"), [("headed", "head.weight"), ("cut", "net.0.weight")])
+def test_a_local_clip_is_seen_on_every_step(model: str, name: str) -> None:
+    texts = world(2, drift_rank, model, "clip", 5, 7)
+    assert f"step 5: since backward the gradient of '{name}', of which ranks [0, 1] hold parts, was" in texts[0]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("model", ["replica", "headed", "cut"])
+@pytest.mark.parametrize("change", ["clip by value", "unscale"])
+def test_what_is_right_is_left_alone_on_every_step(model: str, change: str) -> None:
+    assert world(2, drift_rank, model, change, 5, 7) == ["", ""]
+
+
+def quiet_rank(rank: int, n: int, change: str) -> list[int]:
+    """How many messages each step of an optimizer sends, among the first steps and later."""
+    torch.manual_seed(0)
+    model = wh.parallelize(Headed(True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = wh.GradScaler(model, init_scale=8.0)
+    groups, sent = runtime_of(model, "the test").mesh.groups(), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = outside(model, share(batch_of(8), [4] * n, rank))
+        (scaler.scale(loss) if change == "scaler" else loss).backward()
+        if change == "scaler":
+            scaler.unscale_(optimizer)
+        wh.clip_grad_norm_(model, 0.05)
+        before = sum(group.num_calls for group in groups)
+        if change == "scaler":
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        sent.append(sum(group.num_calls for group in groups) - before)
+    return sent
+
+
+@pytest.mark.parametrize("change", ["clip", "scaler"])
+def test_steps_between_the_checks_send_nothing(change: str) -> None:
+    for sent in world(2, quiet_rank, change):
+        assert sent[3:] == [0, 0]

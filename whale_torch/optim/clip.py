@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from whale_torch.comm.collectives import all_reduce
 from whale_torch.comm.registry import ParameterPlace, by_name, place_of
+from whale_torch.comm.scale import renew_samples
 from whale_torch.errors import LossError, PlanError
 
 __all__ = ["clip_grad_norm_"]
@@ -48,6 +49,7 @@ def clip_grad_norm_(
             fix="look for the first operation that overflows, or clip with error_if_nonfinite=False",
         )
     _scale(listed, max_norm, total, foreach)
+    renew_samples(listed)
     return total
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from whale_torch.comm.call import Anchor, Call, Trained, deliver
 from whale_torch.comm.columns import Columns, ColumnsPlace, plain
-from whale_torch.comm.drift import note_gradients
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
+from whale_torch.comm.scale import keep_samples, witnesses
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import GatherRecord, Plan
@@ -147,12 +147,8 @@ class Runtime:
         return one(out) if isinstance(out, Tensor) else map_tensors(out, one)
 
     def _make_gradients(self) -> Gradients:
-        cut = [
-            p
-            for p in self._members.parameters
-            if (place := place_of(p)) and place.parts is not None and place.parts.size > 1
-        ]
-        return Gradients(self._make_reducers(), then=functools.partial(note_gradients, cut) if cut else None)
+        told = witnesses(self._members.parameters)
+        return Gradients(self._make_reducers(), then=functools.partial(keep_samples, told) if told else None)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
