@@ -2,7 +2,7 @@
 
 On the first three steps of each optimizer and on every hundredth a few float64 numbers a parameter travel: sum and norm
 of its value and of its gradient. They are compared with a tolerance: ranks of one job may have different processors.
-What gradients of cut parameters were multiplied by is compared on every step that follows such a change (scale.py).
+What gradients of cut parameters were multiplied by is compared on every step (scale.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from whale_torch.comm.collectives import gather_equal
 from whale_torch.comm.registry import ParameterPlace, by_name, place_of
-from whale_torch.comm.scale import check_scales
+from whale_torch.comm.scale import check_scales, note_scales
 from whale_torch.errors import CommError
 from whale_torch.mesh import Group
 
@@ -44,9 +44,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     number = _steps.get(optimizer, 0)
     _steps[optimizer] = number + 1
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    note_scales(parameters)
     if _is_due(number):
         check_gradients(parameters)
-    check_scales(parameters)
+        check_scales(parameters)
 
 
 def _is_due(number: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
-from whale_torch.comm.scale import keep_samples, witnesses
+from whale_torch.comm.scale import Witness
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import GatherRecord, Plan
@@ -80,6 +79,7 @@ class Runtime:
         self._members = Members(model)
         self._trained = [p.requires_grad for p in self._members.parameters]
         self._trained_code = Trained(self._trained)
+        self._witness = Witness.among(self._members.parameters)
         self.gradients = self._make_gradients()
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), self._members.parameters)
         self._seeks_losses = plan.num_feeds > 1 and _may_call_losses(model)
@@ -119,8 +119,9 @@ class Runtime:
         plan = self.plan
         batch = self._reader.read(args, kwargs, hashed=plan.feed_size > 1)
         self.call = Call(
-            self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum"
-        )
+            self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor,
+            summed=plan.loss == "sum", witness=self._witness,
+        )  # fmt: skip
         for region in self.regions:
             region.call = self.call
         for layer in self._delayed:
@@ -137,6 +138,9 @@ class Runtime:
             layer.__dict__["_delay"] = None
 
     def _leave(self, out: Any, call: Call | None, training: bool) -> Any:
+        if call is not None and self._witness is not None:
+            call.table()
+
         def one(x: Tensor) -> Tensor:
             if isinstance(x, Columns):
                 if training or x.place.region.keeps_columns:
@@ -147,8 +151,7 @@ class Runtime:
         return one(out) if isinstance(out, Tensor) else map_tensors(out, one)
 
     def _make_gradients(self) -> Gradients:
-        told = witnesses(self._members.parameters)
-        return Gradients(self._make_reducers(), then=functools.partial(keep_samples, told) if told else None)
+        return Gradients(self._make_reducers(), then=None if self._witness is None else self._witness.keep)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
