@@ -212,8 +212,9 @@ class Mesh:
     def _join(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Makes one group; ranks outside it take part, since all count the groups made so far."""
         # new_group does not inherit the time-out of the world's group
+        host = gloo.register(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         group: dist.ProcessGroup | None = dist.new_group(
-            list(block), timeout=self.timeout, backend=_backend(self.device, gloo.register())
+            list(block), timeout=self.timeout, backend=_backend(self.device, host)
         )
         return group
 

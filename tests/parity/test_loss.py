@@ -500,8 +500,9 @@ def _no_global_count(x: Any) -> None:
 
     def init(self: Any, mine: Tensor, copies: Any, share: Any) -> None:
         original(self, mine, copies, share)
-        self._wait()
-        self._waited, self._sum = True, mine.double().reshape(1) * copies.size
+        if self._wait is not None:
+            self._wait()
+        self._wait, self._sum = None, mine * copies.size
 
     loss_module._Divisor.__init__ = init  # type: ignore[method-assign]
 
@@ -511,7 +512,7 @@ def _always_overwrite(x: Any) -> None:
 
 
 def _own_seed(x: Any) -> None:
-    loss_module.MeanSeed.backward = staticmethod(lambda ctx, grad: (grad, None))  # type: ignore[method-assign]
+    loss_module.mean_of_seeds = lambda grad, region: grad  # type: ignore[assignment]
 
 
 def _no_delivery(x: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.comm.call import Anchor, Call, Trained, deliver
-from whale_torch.comm.columns import Columns, ColumnsPlace, plain
+from whale_torch.comm.columns import Columns, plain
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.region import Region
@@ -186,9 +186,7 @@ class Runtime:
 
 
 def _deliver_columns(x: Columns, call: Call) -> Columns:
-    from dataclasses import replace
-
-    place: ColumnsPlace = replace(x.place, call=call)
+    place = x.place.given_by(call)
     if x.deferred is not None:
         out = Columns.put_off(x.deferred, place)
     else:

@@ -97,6 +97,7 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
                 headers=headers,
                 strict=graph.option("split", "gather") == "error",
                 keeps_columns=graph.option("split", "output") == "columns",
+                on_host=plan.cluster.device == "cpu",
             )
         module = modules[decided.module]
         module.__class__ = run_class(decided, type(module))
