@@ -48,7 +48,9 @@ PRIVATE_TORCH = {
     # The end of backward: DDP and FSDP use it, and nothing public is called there.
     "torch.autograd.Variable._execution_engine.queue_callback": {"comm"},
     # Whether backward() or torch.autograd.grad runs, as torch's own register_multi_grad_hook asks.
-    "torch._C._will_engine_execute_node": {"comm"},
+    "torch._C._will_engine_execute_node": {"comm", "strategies"},
+    # Which backward runs: what one left behind when an error ended it belongs to no other.
+    "torch._C._current_graph_task_id": {"strategies"},
     # Where F.cross_entropy and F.nll_loss go; every public way to see them costs Python at each other operation.
     "torch._C._nn": {"comm"},
     # What repr shows: subclasses are meant to override it.

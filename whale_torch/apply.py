@@ -123,7 +123,7 @@ def parallelize(
         model.load_state_dict(state)
     model.to(mesh.device)
     place_whole_parameters(model, mesh)
-    equalize(model)
+    equalize(model, mesh)
     sync_batch_norm(model, made, mesh)
     runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     make_root(model, runtime)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import socket
 import weakref
@@ -51,6 +52,14 @@ class Group:
         self.sent_by[operation] = self.sent_by.get(operation, 0.0) + sent_bytes
         self.num_calls += 1
 
+    def hold(self) -> None:
+        """Messages are under way: until `release`, no other model takes over the process group of this one."""
+        _pool.held.add(self)
+
+    def release(self) -> None:
+        """No message is under way."""
+        _pool.held.discard(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self
 
@@ -69,23 +78,61 @@ class TwoLevels:
     between: Group
 
 
+@dataclass(slots=True)
+class _Private:
+    """A process group that one model has for itself, and the group of that model."""
+
+    key: tuple[Any, ...]
+    process_group: dist.ProcessGroup | None
+    user: weakref.ref[Group]
+
+
 class _Pool:
-    """Groups that the models of one process share: they live as long as the world's own group."""
+    """Groups of the models of one process: they live as long as the world's own group.
+
+    groups: shared by all models. private: one after another, in an order equal on all ranks. free: numbers of private
+    ones that no rank uses any more, as the ranks told each other. held: groups with messages under way.
+    """
 
     def __init__(self) -> None:
         self.world: object = None
         self.groups: dict[tuple[Any, ...], Group] = {}
+        self.private: list[_Private] = []
+        self.free: set[int] = set()
+        self.held: set[Group] = set()
         self.made: weakref.WeakSet[Group] = weakref.WeakSet()
 
-    def of_this_world(self) -> dict[tuple[Any, ...], Group]:
+    def of_this_world(self) -> _Pool:
         if self.world is not dist.group.WORLD:
-            self.world, self.groups = dist.group.WORLD, {}
-        return self.groups
+            self.clear()
+            self.world = dist.group.WORLD
+        return self
+
+    def clear(self) -> None:
+        for kept in (self.groups, self.private, self.free, self.held):
+            kept.clear()
+
+    def unused(self) -> set[int]:
+        """Numbers of private groups whose model is gone on this rank."""
+        if len(self.private) - len(self.free) > _MANY:
+            gc.collect()  # a model is a cycle of objects, so it stays until someone looks
+        return {number for number, private in enumerate(self.private) if private.user() is None}
+
+    def take_over(self, key: tuple[Any, ...], name: str, block: tuple[int, ...], rank: int) -> Group | None:
+        """A group over the process group of a model that is gone on all ranks, None where there is none for `key`."""
+        number = min((n for n in self.free if self.private[n].key == key), default=None)
+        if number is None:
+            return None
+        self.free.remove(number)
+        group = Group(name, block, rank, self.private[number].process_group)
+        self.private[number].user = weakref.ref(group)
+        return group
 
 
+_MANY = 16
 _pool = _Pool()
 PRIVATE_CHANNELS = ("gradients", "sparse gradients")
-"""Channels whose order of messages only one model knows: its groups are never shared with another model."""
+"""Channels whose order of messages only one model knows: no two models that live share their groups."""
 
 
 class Mesh:
@@ -119,19 +166,34 @@ class Mesh:
         groups = self._groups if private else self._shared()
         key = (channel, blocks, self.device.type, self.timeout)
         if key not in groups:
-            mine: Group | None = None
-            for block in blocks:
-                process_group = self._join(block) if len(block) > 1 else None
-                if self.rank in block:
-                    mine = Group(name, block, self.rank, process_group)
-            if mine is None:
-                raise AssertionError(f"rank {self.rank} is in none of {blocks}")
-            groups[key] = mine
-            _pool.made.add(mine)
+            groups[key] = self._private(key, name, blocks) if private else self._make(name, blocks)
+            _pool.made.add(groups[key])
         return groups[key]
 
+    def _make(self, name: str, blocks: tuple[tuple[int, ...], ...]) -> Group:
+        mine: Group | None = None
+        for block in blocks:
+            process_group = self._join(block) if len(block) > 1 else None
+            if self.rank in block:
+                mine = Group(name, block, self.rank, process_group)
+        if mine is None:
+            raise AssertionError(f"rank {self.rank} is in none of {blocks}")
+        return mine
+
+    def _private(self, key: tuple[Any, ...], name: str, blocks: tuple[tuple[int, ...], ...]) -> Group:
+        """A group that no living model has: that of one that is gone, or a new one."""
+        if self.world == 1:
+            return self._make(name, blocks)
+        pool = _pool.of_this_world()
+        block = next((block for block in blocks if self.rank in block), ())
+        group = pool.take_over(key, name, block, self.rank)
+        if group is None:
+            group = self._make(name, blocks)
+            pool.private.append(_Private(key, group.process_group, weakref.ref(group)))
+        return group
+
     def _shared(self) -> dict[tuple[Any, ...], Group]:
-        return _pool.of_this_world()
+        return _pool.of_this_world().groups
 
     def _join(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Makes one group; ranks outside it take part, since all count the groups made so far."""
@@ -185,7 +247,7 @@ def _end() -> None:
     After an error the other ranks may never come: then the process just ends.
     """
     if dist.is_initialized() and not failed():
-        _pool.groups.clear()
+        _pool.clear()
         dist.destroy_process_group()
         # the last reference joins gloo's threads; one that still runs when the interpreter goes aborts the process
         for group in list(_pool.made):
@@ -255,9 +317,12 @@ def _cluster_of_world(world: int, device: torch.device) -> Cluster:
     """Which ranks share a node: by torchrun's numbers, or by host name where another launcher started them."""
     if world == 1:
         return Cluster.of(device=device.type)
+    pool = _pool.of_this_world()
     mine = os.environ.get("GROUP_RANK") or socket.gethostname()
-    nodes: list[str | None] = [None] * world
-    dist.all_gather_object(nodes, mine)
+    told: list[Any] = [None] * world
+    dist.all_gather_object(told, (mine, pool.unused()))
+    pool.free = set.intersection(*(unused for _, unused in told))
+    nodes = [node for node, _ in told]
     in_order = list(dict.fromkeys(nodes))
     blocks = [node for node in in_order for _ in range(nodes.count(node))]
     if nodes != blocks:

@@ -124,6 +124,9 @@ class _RehearsalMesh(Mesh):
     def _shared(self) -> dict[tuple[Any, ...], Group]:
         return self._groups
 
+    def _private(self, key: tuple[Any, ...], name: str, blocks: tuple[tuple[int, ...], ...]) -> Group:
+        return self._make(name, blocks)
+
     def _join(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         return _Mirror(block.index(self.rank), len(block)) if self.rank in block else None
 

@@ -653,6 +653,22 @@ def replaced_parameter(rank: int, n: int) -> None:
     model(torch.ones(2, 4))
 
 
+@mistake(T, "A replaced module", wh.PlanError, r"parameter '1\.weight' was replaced after wh\.parallelize", ranks=2)
+def replaced_module(rank: int, n: int) -> None:
+    """A new head is known to no plan: it would be trained by each rank alone."""
+    model = wh.parallelize(classifier())
+    model[1] = nn.Linear(4, 2)  # type: ignore[index]
+    model(torch.ones(2, 4))
+
+
+@mistake(T, "An adapter that comes late", wh.PlanError, r"parameter '0\.down\.weight' was added after", ranks=2)
+def late_adapter(rank: int, n: int) -> None:
+    """Whatever brings parameters has its place before wh.parallelize."""
+    model = wh.parallelize(classifier())
+    model[0].down = nn.Linear(4, 1)  # type: ignore[index]
+    model(torch.ones(2, 4))
+
+
 @mistake(
     T,
     "An optimizer that has stepped before",
@@ -690,7 +706,7 @@ def whole_tensor_optimizer(rank: int, n: int) -> None:
     T,
     "torch's clip_grad_norm_ on shards",
     wh.CommError,
-    r"the gradient of '0\.weight' differs between copies before an optimizer's "
+    r"the gradient of '0\.bias' differs between copies before an optimizer's "
     r"step: norm [\d.]+ on rank 0, norm [\d.]+ on rank 1",
     ranks=2,
 )

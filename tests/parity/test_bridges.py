@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tests.world import world
 from whale_torch.comm import bridge
-from whale_torch.comm.bridge import ColumnsToRows, Enter, Leave, OwnRows, RowsToColumns, mean_of_seeds
+from whale_torch.comm.bridge import ColumnsToRows, Enter, Leave, RowsToColumns, ScaleBackward, Shared, mean_of_seeds
 from whale_torch.comm.region import Region
+from whale_torch.comm.rows import enter_shared, partial_parameter
+from whale_torch.errors import LossError
 from whale_torch.mesh import Mesh, start
 from whale_torch.planning.placement import VirtualDevice
 
@@ -92,12 +94,6 @@ def _leave(s: _Setting) -> list[tuple[Tensor, Tensor]]:
     return [(out, s.sum_of_ranks("x", 3)[s.mine]), (grad, s.of_all_feeds("g", 3) / s.factor)]
 
 
-def _own_rows(s: _Setting) -> list[tuple[Tensor, Tensor]]:
-    x = s.of_all_feeds("x", 3)
-    out, grad = _run(x, lambda x: OwnRows.apply(x, s.counts, s.region), s.of_feed("g", s.feed, 3))
-    return [(out, x[s.mine]), (grad, s.of_all_feeds("g", 3) / s.factor)]
-
-
 def _columns_to_rows(s: _Setting) -> list[tuple[Tensor, Tensor]]:
     width = sum(s.widths)
     z, grads = s.of_all_feeds("z", width), s.of_all_feeds("g", width)
@@ -125,13 +121,26 @@ def _mean_seed(s: _Setting) -> list[tuple[Tensor, Tensor]]:
     return [(mean_of_seeds(torch.tensor(float(s.rank + 1)), s.region), seeds.mean())]
 
 
+def _shared(s: _Setting) -> list[tuple[Tensor, Tensor]]:
+    x = s.of_all_feeds("x", 3)
+    out, grad = _run(x, lambda x: Shared.apply(x, s.region), s.of_rank("g", s.rank, 3))
+    return [(out, x), (grad, s.sum_of_ranks("g", 3))]
+
+
+def _scale_backward(s: _Setting) -> list[tuple[Tensor, Tensor]]:
+    x, g = s.of_all_feeds("x", 3), s.of_rank("g", s.rank, 3)
+    out, grad = _run(x, lambda x: ScaleBackward.apply(x, lambda: s.factor), g)
+    return [(out, x), (grad, g * s.factor)]
+
+
 BRIDGES = {
     "enter": _enter,
     "leave": _leave,
-    "own rows": _own_rows,
     "columns to rows": _columns_to_rows,
     "rows to columns": _rows_to_columns,
     "mean seed": _mean_seed,
+    "shared": _shared,
+    "scale backward": _scale_backward,
 }
 
 
@@ -186,7 +195,6 @@ MUTATIONS: dict[str, Callable[[_Setting], None]] = {
     ),
     "no sum over twins": _patch("all_reduce", lambda x, group, name: x),
     "columns in another order": _blocks_in_another_order,
-    "rows of another feed": _patch("own_feed", lambda x, counts, region: x[: counts[region.rows.index]]),
     "enter's scale": _scale("sum_to_feed", 0.5),
     "columns to rows' scale": _scale("rows_to_columns", 2.0),
     "rows to columns' scale": _scale("columns_to_rows", 0.5),
@@ -198,3 +206,20 @@ def test_mutations_are_seen(mutation: str) -> None:
     """Rows and twins are both more than one here, so every part of a bridge has work to do."""
     results = world(4, _errors, 4, 2, [([2, 3], [3, 3, 3, 3])], mutation)
     assert max(error for found in results for error in found.values()) > 1e-2
+
+
+def _second_derivatives(rank: int, n: int) -> list[str]:
+    """What is said of a gradient of a gradient through a tensor that the ranks share."""
+    s, texts = _Setting(start(), n, 1, [2], [3]), []
+    x = torch.ones(2, 3, requires_grad=True)
+    for shared in (lambda x: enter_shared(x, s.region), lambda x: partial_parameter(x, s.region)):
+        try:
+            torch.autograd.grad(shared(x).square().sum(), x, create_graph=True)
+        except LossError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_no_second_derivative_passes_a_shared_tensor() -> None:
+    for texts in world(2, _second_derivatives):
+        assert len(texts) == 2 and all("a second derivative (create_graph=True)" in text for text in texts)

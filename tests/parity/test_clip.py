@@ -153,3 +153,18 @@ def test_parameters_of_a_plain_model_are_torchs() -> None:
     assert wh.clip_grad_norm_(plain, 0.1) == nn.utils.clip_grad_norm_(other.parameters(), 0.1)
     assert torch.equal(plain.weight.grad, other.weight.grad)
     assert wh.clip_grad_norm_([], 1.0) == 0.0
+
+
+def _in_another_order(rank: int, n: int, layout: str) -> float:
+    """The parameters of rank 1 come in another order, as those of a set do."""
+    model = wh.parallelize(build(layout))
+    norm, _ = expected(layout, 2.0, 0.05)
+    backward(model, *mine(model, *batch()))
+    listed = list(model.parameters())
+    found = wh.clip_grad_norm_(listed[::-1] if rank == 1 else listed, 0.05)
+    return abs(float(found) - norm) / norm
+
+
+@pytest.mark.parametrize("layout", ["replica", "own"])
+def test_the_order_of_the_parameters_is_of_no_account(layout: str) -> None:
+    assert max(world(2, _in_another_order, layout)) < BAR

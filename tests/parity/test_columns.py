@@ -510,3 +510,28 @@ def test_mutations_are_seen(mutation: str) -> None:
     _, ends = MUTATIONS[mutation]
     with pytest.raises(RuntimeError, match=ends) if ends else contextlib.nullcontext():
         assert max(world(2, _mutated, mutation)) > 1e-2
+
+
+class _TwoHeads(nn.Module):
+    """Two splits, of which one says that its output stays columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with wh.split():
+            self.plain = nn.Linear(4, 6)
+        with wh.split(output="columns"):
+            self.kept = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.plain(x), self.kept(x)
+
+
+def _two_heads(rank: int, n: int) -> list[type]:
+    model = wh.parallelize(_TwoHeads()).eval()
+    with torch.no_grad():
+        return [type(out) for out in model(torch.ones(2, 4))]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_columns_are_kept_of_the_split_that_says_so(n: int) -> None:
+    assert world(n, _two_heads) == [[Tensor, Columns]] * n

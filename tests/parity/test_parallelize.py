@@ -225,3 +225,24 @@ def penalised(rank: int, n: int) -> float:
 
 def test_a_penalty_on_kept_values_has_a_gradient() -> None:
     assert max(world(2, penalised)) < BAR
+
+
+class Counted(nn.Module):
+    """No whole parameter, but a buffer."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([float(rank)]))
+        with wh.split():
+            self.head = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale)
+
+
+def _buffer(rank: int, n: int) -> float:
+    return float(wh.parallelize(Counted(rank + 5)).scale)
+
+
+def test_buffers_start_equal_where_every_parameter_is_cut() -> None:
+    assert world(2, _buffer) == [5.0, 5.0]

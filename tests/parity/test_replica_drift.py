@@ -12,6 +12,7 @@ import whale_torch as wh
 from tests.parity.replica_cases import WIDTH, batch_of, build, outside, share
 from tests.world import world
 from whale_torch.comm import drift
+from whale_torch.strategies.runtime import runtime_of
 
 
 class Headed(nn.Module):
@@ -64,9 +65,16 @@ def _unscale(model: nn.Module, rank: int, step: int) -> None:
             p.grad /= 1024.0
 
 
+def _row(model: nn.Module, rank: int, step: int) -> None:
+    """One rank alone writes into a row that it alone has."""
+    if rank == 1:
+        cut = [p for p in model.parameters() if p._whale_place.is_cut]
+        cut[0].grad[-1] = 0.0
+
+
 CHANGES: dict[str, Any] = {
     "nothing": _nothing, "edit": _edit, "forget": _forget, "poke": _poke, "clip": _clip,
-    "clip by value": _clip_by_value, "unscale": _unscale,
+    "clip by value": _clip_by_value, "unscale": _unscale, "row": _row,
 }  # fmt: skip
 
 
@@ -77,10 +85,10 @@ def drift_rank(rank: int, n: int, model_kind: str, change: str, at: int, steps: 
     batch = share(batch_of(4 * n), [4] * n, rank)
     for step in range(steps):
         optimizer.zero_grad()
-        outside(model, batch).backward()
-        if step == at:
-            CHANGES[change](model, rank, step)
         try:
+            outside(model, batch).backward()
+            if step == at:
+                CHANGES[change](model, rank, step)
             optimizer.step()
         except wh.CommError as caught:
             return f"step {step}: {caught}"
@@ -108,12 +116,12 @@ def drift_rank(rank: int, n: int, model_kind: str, change: str, at: int, steps: 
         (
             "headed",
             "clip",
-            r"step 2: the gradient of 'first.weight' differs between copies(.|\n)*clip_grad_norm_(.|\n)*wh.clip_grad",
+            r"step 2: the gradient of 'first.bias' differs between copies(.|\n)*clip_grad_norm_(.|\n)*wh.clip_grad",
         ),
         (
             "cut",
             "clip",
-            r"step 2: since backward the gradient of 'net.0.weight', of which ranks \[0, 1\] hold parts, was",
+            r"step 2: between backward and an optimizer's step the gradient of 'net.0.weight', which is cut, was mult",
         ),
     ],
 )
@@ -157,7 +165,7 @@ def unsynced_rank(rank: int, n: int) -> str:
 
 def test_a_step_on_gradients_that_were_not_averaged_raises() -> None:
     for text in world(2, unsynced_rank):
-        assert "wh.no_sync" in text and "gradient of '0.weight'" in text
+        assert "wh.no_sync" in text and "gradient of '0.bias'" in text
 
 
 def others_rank(rank: int, n: int) -> list[int]:
@@ -208,3 +216,68 @@ def nan_rank(rank: int, n: int) -> str:
 
 def test_gradients_that_are_not_finite_agree() -> None:
     world(2, nan_rank)
+
+
+def _in_another_order(rank: int, n: int, model_kind: str) -> None:
+    """The optimizer of rank 1 holds its parameters in another order, as from a set."""
+    torch.manual_seed(0)
+    model = wh.parallelize(build("mlp") if model_kind == "replica" else Headed(model_kind == "cut"))
+    listed = list(model.parameters())
+    optimizer = torch.optim.SGD(listed[::-1] if rank == 1 else listed, lr=0.01)
+    outside(model, share(batch_of(8), [4] * n, rank)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("model", ["replica", "headed", "cut"])
+def test_the_order_of_the_parameters_is_of_no_account(model: str) -> None:
+    world(2, _in_another_order, model)
+
+
+@pytest.mark.parametrize(("model", "name"), [("headed", "head.weight"), ("cut", "net.0.weight")])
+def test_a_local_clip_is_seen_on_every_step(model: str, name: str) -> None:
+    texts = world(2, drift_rank, model, "clip", 5, 7)
+    """Between the steps that compare copies, by the next forward."""
+    assert f"step 6: between backward and an optimizer's step the gradient of '{name}', which is cut, was" in texts[0]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("model", ["replica", "headed", "cut"])
+@pytest.mark.parametrize("change", ["clip by value", "unscale"])
+def test_what_is_right_is_left_alone_on_every_step(model: str, change: str) -> None:
+    assert world(2, drift_rank, model, change, 5, 7) == ["", ""]
+
+
+@pytest.mark.parametrize("model", ["headed", "cut"])
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_rank_may_write_into_its_own_part(model: str, at: int) -> None:
+    assert world(2, drift_rank, model, "row", at, 7) == ["", ""]
+
+
+def quiet_rank(rank: int, n: int, change: str) -> list[int]:
+    """How many messages each step of an optimizer sends, among the first steps and later."""
+    torch.manual_seed(0)
+    model = wh.parallelize(Headed(True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = wh.GradScaler(model, init_scale=8.0)
+    groups, sent = runtime_of(model, "the test").mesh.groups(), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = outside(model, share(batch_of(8), [4] * n, rank))
+        (scaler.scale(loss) if change == "scaler" else loss).backward()
+        if change == "scaler":
+            scaler.unscale_(optimizer)
+        wh.clip_grad_norm_(model, 0.05)
+        before = sum(group.num_calls for group in groups)
+        if change == "scaler":
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        sent.append(sum(group.num_calls for group in groups) - before)
+    return sent
+
+
+@pytest.mark.parametrize("change", ["clip", "scaler"])
+def test_steps_between_the_checks_send_nothing(change: str) -> None:
+    for sent in world(2, quiet_rank, change):
+        assert sent[3:] == [0, 0]

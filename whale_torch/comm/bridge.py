@@ -19,7 +19,16 @@ from whale_torch.comm.collectives import all_gather_rows, all_reduce, all_to_all
 from whale_torch.comm.region import Region
 from whale_torch.errors import LossError
 
-__all__ = ["ColumnsToRows", "Enter", "Leave", "OwnRows", "RowsToColumns", "first_order", "mean_of_seeds"]
+__all__ = [
+    "ColumnsToRows",
+    "Enter",
+    "Leave",
+    "RowsToColumns",
+    "ScaleBackward",
+    "Shared",
+    "first_order",
+    "mean_of_seeds",
+]
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
@@ -146,20 +155,6 @@ class Leave(torch.autograd.Function):
         return _scaled_gather(grad, ctx.counts, ctx.region, "leave's backward"), None, None
 
 
-class OwnRows(torch.autograd.Function):
-    """All rows, equal on every rank of the region -> rows of the own feed: [N, ...] -> [F, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, counts: Sequence[int], region: Region) -> torch.Tensor:
-        ctx.counts, ctx.region = counts, region
-        return own_feed(x, counts, region).clone()
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _scaled_gather(grad, ctx.counts, ctx.region, "own rows' backward"), None, None
-
-
 def _scaled_gather(grad: torch.Tensor, counts: Sequence[int], region: Region, name: str) -> torch.Tensor:
     if region.rows.size == 1:
         return grad
@@ -200,6 +195,35 @@ class RowsToColumns(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out = columns_to_rows(grad.contiguous(), ctx.counts, ctx.widths, ctx.region, "rows to columns' backward")
         return (out * ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None, None
+
+
+class Shared(torch.autograd.Function):
+    """Identity on a tensor that all ranks of a region hold alike, each for its part; backward sums the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
+        ctx.region = region
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return all_reduce(grad.contiguous().clone(), ctx.region.columns, name="gradient of a shared tensor"), None
+
+
+class ScaleBackward(torch.autograd.Function):
+    """Identity whose backward multiplies by a number that is asked for only then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: Callable[[], torch.Tensor | float]) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factor = ctx.factor()
+        return grad * (factor.to(grad.dtype) if isinstance(factor, torch.Tensor) else factor), None
 
 
 def mean_of_seeds(grad: torch.Tensor, region: Region) -> torch.Tensor:

@@ -10,7 +10,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from whale_torch.comm.collectives import spread_async
+from whale_torch.comm.hooks import on_gradient
 from whale_torch.comm.region import Region
+from whale_torch.comm.scale import Witness
 from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group
 
@@ -54,7 +56,7 @@ class Anchor:
         self.leaf = torch.zeros((), device=device, requires_grad=True)
         self.zero = torch.zeros((), device=device)
         self._reached, self._parameters = reached, parameters
-        self.leaf.register_post_accumulate_grad_hook(self._fire)
+        on_gradient(self.leaf, self._fire)
 
     def _fire(self, leaf: torch.Tensor) -> None:
         leaf.grad = None
@@ -73,35 +75,57 @@ class Call:
     """Row counts of one forward.
 
     batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the reducers.
-    summed: the loss is a sum over samples, not a mean.
+    summed: the loss is a sum over samples, not a mean. witness: tells what gradients of cut ones were multiplied by.
     before_backward: what every rank does first in a backward that comes to the model's output.
-    The 40 bytes travel while the model runs and are waited for where a weight is first needed.
+    The 48 bytes travel while the model runs and are waited for where a weight is first needed.
     """
 
     before_backward: Callable[[], None] | None = None
 
     def __init__(
-        self, world: Group, feed_size: int, batch: Batch, trained: Trained, anchor: Anchor, *, summed: bool = False
+        self,
+        world: Group,
+        feed_size: int,
+        batch: Batch,
+        trained: Trained,
+        anchor: Anchor,
+        *,
+        summed: bool = False,
+        witness: Witness | None = None,
     ):
-        self.anchor = anchor
+        self.anchor, self._witness = anchor, witness
         self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
         self.is_empty = batch.rows == 0
         self._counts: list[int] | None = None
-        header = (batch.rows, batch.digest, batch.other, trained.code, batch.stream)
+        self._table: list[list[int]] | None = None
+        seen = 0 if witness is None else witness.take()
+        header = (batch.rows, batch.digest, batch.other, trained.code, batch.stream, seen)
         self._spread = spread_async(header, world, name="row counts of the batch")
         if feed_size > 1:
             self.counts()
+
+    def table(self) -> list[list[int]]:
+        """What every rank sent.
+
+        Raises CommError, with the same text on every rank, where ranks train different parameters, or multiplied
+        gradients of cut ones by different numbers.
+        """
+        if self._table is None:
+            self._table = self._spread.wait().tolist()
+            self._check_trained([row[3] for row in self._table])
+            if self._witness is not None:
+                self._witness.check([row[5] for row in self._table])
+        return self._table
 
     def counts(self) -> list[int]:
         """Rows of each feed.
 
         Raises LayoutError, with the same text on every rank, where the ranks of one feed were given different batches
-        or have different random states, and where it cannot be said which input counts the samples; CommError where
-        ranks train different parameters.
+        or have different random states, and where it cannot be said which input counts the samples; and what `table`
+        raises.
         """
         if self._counts is None:
-            table = self._spread.wait().tolist()
-            self._check_trained([row[3] for row in table])
+            table = self.table()
             for feed in range(self.num_feeds if self.feed_size > 1 else 0):
                 ranks = range(feed * self.feed_size, (feed + 1) * self.feed_size)
                 if any(table[rank][:4] != table[ranks[0]][:4] for rank in ranks):
@@ -119,7 +143,7 @@ class Call:
                         "own; torch.manual_seed(...) on all of them brings the states together again",
                         ranks=ranks,
                     )
-            counts, _, others, _, _ = zip(*table[:: self.feed_size], strict=True)
+            counts, _, others, *_ = zip(*table[:: self.feed_size], strict=True)
             uneven = len(set(counts)) > 1
             if not self.summed and ((uneven and any(others)) or len(set(others)) > 1):
                 raise LayoutError(

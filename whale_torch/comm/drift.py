@@ -2,6 +2,7 @@
 
 On the first three steps of each optimizer and on every hundredth a few float64 numbers a parameter travel: sum and norm
 of its value and of its gradient. They are compared with a tolerance: ranks of one job may have different processors.
+What gradients of cut parameters were multiplied by is compared on every step (scale.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from whale_torch.comm.collectives import gather_equal
-from whale_torch.comm.registry import ParameterPlace, place_of
+from whale_torch.comm.registry import ParameterPlace, by_name, place_of
+from whale_torch.comm.scale import check_scales, note_scales
 from whale_torch.errors import CommError
 from whale_torch.mesh import Group
 
-__all__ = ["check_gradients", "note_gradients", "watch_optimizers"]
+__all__ = ["check_gradients", "watch_optimizers"]
 
 FIRST_STEPS = 3
 EVERY = 100
 _TOLERANCE = 1e-6
 _HALF_TOLERANCE = 1e-3
-_NOTED = "_whale_noted"
 
 _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 Placed = tuple[Tensor, ParameterPlace]
@@ -42,42 +43,33 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     number = _steps.get(optimizer, 0)
     _steps[optimizer] = number + 1
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    note_scales(parameters)
     if _is_due(number):
-        check_gradients([p for group in optimizer.param_groups for p in group["params"]])
+        check_gradients(parameters)
+        check_scales(parameters)
 
 
 def _is_due(number: int) -> bool:
     return number < FIRST_STEPS or (number + 1) % EVERY == 0
 
 
-def note_gradients(parameters: Sequence[Tensor]) -> None:
-    """Keeps sum and norm of the gradients of cut parameters as backward left them, if an optimizer will check next."""
-    if not _steps or any(_is_due(number) for number in _steps.values()):
-        for parameter in parameters:
-            setattr(parameter, _NOTED, None if parameter.grad is None else _sum_and_norm(parameter.grad).tolist())
-
-
 def check_gradients(parameters: Iterable[Tensor]) -> None:
-    """Compares over ranks the copies of parameters and gradients, and how the gradients of cut ones were scaled.
+    """Compares over ranks the copies of parameters and gradients.
 
-    A collective over the ranks with copies and over those with parts; tensors of no parallelized model are passed over.
-    Raises CommError on all these ranks, naming the first parameter that differs.
+    A collective over the ranks with copies; tensors of no parallelized model are passed over.
+    Raises CommError on all these ranks, naming the first parameter, by name, that differs.
     """
     copies: dict[Group, list[Placed]] = {}
-    parts: dict[Group, list[Placed]] = {}
-    for parameter in parameters:
+    for parameter in by_name(parameters):
         place = place_of(parameter)
         if place is None:
-            continue
+            break
         if place.copies.size > 1:
             copies.setdefault(place.copies, []).append((parameter, place))
-        if place.parts is not None and place.parts.size > 1:
-            parts.setdefault(place.parts, []).append((parameter, place))
     for group, members in copies.items():
         _check_number(group, members)
         _check_copies(group, members)
-    for group, members in parts.items():
-        _check_scale(group, members)
 
 
 def _sum_and_norm(x: Tensor) -> Tensor:
@@ -143,44 +135,6 @@ def _refuse_gradient(name: str, rank: int, norm: float, other: int, other_norm: 
         "wh.clip_grad_norm_ and wh.GradScaler), a step inside wh.no_sync, or gradients changed on some ranks only",
         ranks=(rank, other),
     )
-
-
-def _check_scale(group: Group, members: list[Placed]) -> None:
-    """A clip by a norm that only counted this rank's part scales the parts of one parameter differently.
-
-    Where this rank's gradients are what backward left times one number, that number is compared. What was changed in
-    another way (clipped by value, say) is right part by part, and is not judged.
-    """
-    mine = torch.tensor([_scale_since_backward(members)], dtype=torch.float64)
-    scales = gather_equal(mine, group, name="scale of gradients").flatten().tolist()
-    known = {rank: scale for rank, scale in zip(group.ranks, scales, strict=True) if math.isfinite(scale)}
-    if not known:
-        return
-    low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
-    if known[high] - known[low] > _tolerance(members[0][0]) * 10 * abs(known[high]):
-        raise CommError(
-            f"since backward the gradient of '{members[0][1].name}', of which ranks {list(group.ranks)} hold parts, "
-            f"was multiplied by {known[low]:.6g} on rank {low} and by {known[high]:.6g} on rank {high}.",
-            fix="likely torch.nn.utils.clip_grad_norm_, which counts this rank's part only: use wh.clip_grad_norm_",
-            ranks=(low, high),
-        )
-
-
-def _scale_since_backward(members: list[Placed]) -> float:
-    """The number all gradients were multiplied by since backward; NaN where there is no such number."""
-    scale = math.nan
-    for parameter, _ in members:
-        noted = getattr(parameter, _NOTED, None)
-        setattr(parameter, _NOTED, None)
-        if noted is None or parameter.grad is None or noted[1] == 0.0:
-            continue
-        now = _sum_and_norm(parameter.grad).tolist()
-        here = now[1] / noted[1]
-        most = _tolerance(parameter) * here
-        if abs(now[0] - here * noted[0]) > most * noted[1] or abs(here - scale) > most:
-            return math.nan
-        scale = here
-    return scale
 
 
 def _tolerance(x: Tensor) -> float:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from whale_torch.errors import CommError
+from whale_torch.mesh import Group
 
 __all__ = ["GradientReducer", "Gradients"]
 
@@ -18,6 +19,10 @@ class GradientReducer(Protocol):
 
     sync: bool
     """Whether gradients are averaged, or stay on their ranks for now."""
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """What its messages travel on."""
 
     def listen(self, noticed: Callable[[], None]) -> None:
         """noticed: called at each gradient that arrives while no backward has begun."""
@@ -84,6 +89,8 @@ class Gradients:
         self._round = weakref.ref(this)
         for reducer in self.reducers:
             reducer.begin()
+            for group in reducer.groups:
+                group.hold()
 
     def abandon(self) -> None:
         """Ends a backward that an error cut short: what is left of its messages travels marked as void.
@@ -97,6 +104,9 @@ class Gradients:
         for reducer in self.reducers:
             reducer.launch(void=void)
         failed = [reducer.land(void=void) for reducer in self.reducers]
+        for reducer in self.reducers:
+            for group in reducer.groups:
+                group.release()
         self._round = None
         if any(failed) and not void:
             raise CommError(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whale_torch import ops
-from whale_torch.comm.bridge import first_order, gather_feeds, mean_of_seeds, own_feed
+from whale_torch.comm.bridge import ScaleBackward, first_order, gather_feeds, mean_of_seeds, own_feed
 from whale_torch.comm.call import Anchor, Call, deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
 from whale_torch.comm.columns import Columns, ColumnsPlace, dtype_and_device, plain, register_function, user_site
@@ -343,20 +343,6 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return cross_entropy(*args, **kwargs)
 
 
-class _ScaleBackward(torch.autograd.Function):
-    """Identity whose backward multiplies by a number known only then."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Callable[[], Tensor]) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad * ctx.factor().to(grad.dtype), None
-
-
 _latest: WeakKeyDictionary[Anchor, LossCounts] = WeakKeyDictionary()
 """Of each model, by its anchor: the losses of its last forward."""
 
@@ -398,5 +384,5 @@ class TrueMeanLoss:
         def factor() -> Tensor:
             return _divided(mine.to(torch.float64), counts.mean(number) * call.weight())
 
-        scaled: Tensor = _ScaleBackward.apply(out, factor)  # type: ignore[no-untyped-call]
+        scaled: Tensor = ScaleBackward.apply(out, factor)  # type: ignore[no-untyped-call]
         return scaled

@@ -7,7 +7,6 @@ nobody used keeps grad None. docs/design.md 5.7.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from whale_torch import ops
+from whale_torch.comm.hooks import on_gradient
 from whale_torch.comm.reduction import Packed, Reduction
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import LossError
@@ -67,6 +67,7 @@ class Reducer:
         self, parameters: list[torch.nn.Parameter], reduction: Reduction, *, bucket_bytes: int, max_in_flight: int
     ):
         self.reduction, self.max_in_flight = reduction, max_in_flight
+        self.groups = reduction.groups
         self.sync = True
         self.buckets = _fill(parameters, bucket_bytes)
         self.staging = reduction.staging(
@@ -82,10 +83,7 @@ class Reducer:
         for index, bucket in enumerate(self.buckets):
             for piece in bucket.pieces:
                 homes.setdefault(piece.parameter, []).append(index)
-        self._handles = [
-            p.register_post_accumulate_grad_hook(functools.partial(self._ready, tuple(home)))
-            for p, home in homes.items()
-        ]
+        self._handles = [on_gradient(p, self._ready, tuple(home)) for p, home in homes.items()]
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""

@@ -70,6 +70,7 @@ def _work(todo: _Queue) -> None:
             future.set_result(work())
         except BaseException as error:  # whatever it is, the thread that waits raises it
             future.set_exception(error)
+        del item, future, work  # else the thread would keep what asked for its last work, until the next
 
 
 def _stop(todo: _Queue, thread: threading.Thread) -> None:
@@ -130,6 +131,7 @@ class Reduction:
 
     def __init__(self, copies: Group, dtype: torch.dtype, *, levels: TwoLevels | None = None):
         self.copies, self.dtype, self.levels = copies, dtype, levels
+        self.groups = [copies] if levels is None else [copies, levels.inside, levels.between]
         self._half = dtype in (torch.float16, torch.bfloat16)
         self._summed_wide = self._half and levels is None and copies.size > _RING_RANKS
         # work of several phases runs on one thread in order; one phase needs none

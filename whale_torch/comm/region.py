@@ -33,7 +33,8 @@ class Region:
     columns: the S ranks that hold the S shards. rows: those of them with distinct feeds, at this rank's place.
     twins: those of them fed the same rows. copies: the ranks that hold the same shard.
     headers: the ranks of `columns` again, on a channel of their own: what they agree on is never mixed up with data.
-    label: how messages name it. strict: an implicit gather is an error. on_host: reading a value waits for no device.
+    label: how messages name it. strict: an implicit gather is an error. keeps_columns: its output leaves the model as
+    Columns also where nothing is trained. on_host: reading a value waits for no device.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class Region:
         *,
         headers: Group | None = None,
         strict: bool = False,
+        keeps_columns: bool = False,
         on_host: bool = True,
     ):
-        self.label, self.strict, self.on_host = label, strict, on_host
+        self.label, self.strict, self.keeps_columns, self.on_host = label, strict, keeps_columns, on_host
         self.columns, self.rows, self.twins, self.copies = columns, rows, twins, copies
         self.headers = headers or columns
         self.row_positions = tuple(columns.ranks.index(rank) for rank in rows.ranks)
@@ -59,7 +61,14 @@ class Region:
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         """A copied model has its own memory of what it gathered, on the same ranks."""
         groups = (self.columns, self.rows, self.twins, self.copies)
-        return Region(self.label, *groups, headers=self.headers, strict=self.strict, on_host=self.on_host)
+        return Region(
+            self.label,
+            *groups,
+            headers=self.headers,
+            strict=self.strict,
+            keeps_columns=self.keeps_columns,
+            on_host=self.on_host,
+        )
 
     def positions_of_twin(self, index: int) -> tuple[int, ...]:
         """Places in `columns` of the ranks that the `index`-th twin exchanges rows with."""
@@ -116,20 +125,6 @@ class Region:
         if any(row[0] >> _COUNT_BITS != tag for row in table):
             self._different_operations(operation)
         return [(row[0] & ((1 << _COUNT_BITS) - 1), *row[1:]) for row in table]
-
-    def check_equal(self, value: tuple[int, ...], what: str, fix: str) -> None:
-        """Compares a small tuple over the region's ranks. Raises LayoutError naming both values, on every rank."""
-        if self.headers.size == 1:
-            return
-        found = gather_equal(_to_bytes(str(list(value))), self.headers, name=what)
-        texts = [_to_text(row) for row in found]
-        for rank, text in zip(self.columns.ranks, texts, strict=True):
-            if text != texts[0]:
-                raise LayoutError(
-                    f"{self.label}: {what} is {texts[0]} on rank {self.columns.ranks[0]} and {text} on rank {rank}.",
-                    fix=fix,
-                    ranks=(self.columns.ranks[0], rank),
-                )
 
     def _texts(self, text: str) -> dict[int, str]:
         """Every rank's text: called on all ranks of the region, once their headers differ."""

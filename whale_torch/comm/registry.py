@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from whale_torch.errors import CheckpointError
 from whale_torch.mesh import Group
 from whale_torch.planning.layout import Shard
 
-__all__ = ["ParameterPlace", "place_of", "refuse_to_write", "set_place"]
+__all__ = ["ParameterPlace", "by_name", "place_of", "refuse_to_write", "set_place"]
 
 _KEY = "_whale_place"
 
@@ -73,6 +75,12 @@ def place_of(parameter: torch.Tensor) -> ParameterPlace | None:
     """The place of a parameter of a parallelized model, None for any other tensor."""
     place = getattr(parameter, _KEY, None)
     return place if isinstance(place, ParameterPlace) else None
+
+
+def by_name(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters in an order equal on all ranks, whatever order a set or a dict gave: by name, unplaced last."""
+    places = [(parameter, place_of(parameter)) for parameter in parameters]
+    return [p for p, _ in sorted(places, key=lambda pair: (pair[1] is None, pair[1].name if pair[1] else ""))]
 
 
 def set_place(parameter: torch.Tensor, place: ParameterPlace) -> None:

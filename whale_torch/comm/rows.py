@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from whale_torch.comm.bridge import Enter, Leave, RowsToColumns, gather_feeds
-from whale_torch.comm.collectives import all_reduce
+from whale_torch.comm.bridge import Enter, Leave, RowsToColumns, ScaleBackward, Shared, gather_feeds
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.region import Region
 
@@ -24,7 +22,6 @@ __all__ = [
     "enter_shared",
     "gather_plain",
     "leave_rows",
-    "own_slice",
     "partial_parameter",
 ]
 
@@ -84,14 +81,14 @@ def enter_samples(x: Tensor, counts: tuple[int, ...], region: Region, dim: int =
     return known
 
 
-def enter_batch(x: Tensor, region: Region, dim: int = 0) -> tuple[Tensor, tuple[int, ...]]:
-    """Own samples along `dim` -> (samples of all feeds along dim 0, samples of each feed).
+def enter_batch(x: Tensor, region: Region) -> tuple[Tensor, tuple[int, ...]]:
+    """Own samples along dim 0 -> (samples of all feeds along dim 0, samples of each feed).
 
     Raises LayoutError where the ranks' samples have different shapes.
     """
     x = _plain_rows(x)
-    counts = agree_on_samples(x.movedim(dim, 0), region, "samples of a split's input")
-    return enter_samples(x, counts, region, dim), counts
+    counts = agree_on_samples(x, region, "samples of a split's input")
+    return enter_samples(x, counts, region), counts
 
 
 def enter_columns(x: Tensor, widths: Sequence[int], region: Region) -> Rows:
@@ -146,12 +143,6 @@ def leave_rows(part: Tensor, counts: Sequence[int], lead: Sequence[int], region:
     return out.reshape(*lead, *part.shape[1:])
 
 
-def own_slice(counts: Sequence[int], region: Region) -> slice:
-    """Where the own feed's rows lie among the rows of all feeds."""
-    start = sum(counts[: region.rows.index])
-    return slice(start, start + counts[region.rows.index])
-
-
 def gather_plain(x: Tensor, counts: Sequence[int], region: Region, name: str) -> Tensor:
     """Own samples of a tensor without gradient (masks, ids) -> samples of all feeds, along dim 0."""
     region.check_eager()
@@ -161,46 +152,20 @@ def gather_plain(x: Tensor, counts: Sequence[int], region: Region, name: str) ->
         return gather_feeds(x, counts, region, name)
 
 
-class _Shared(torch.autograd.Function):
-    """Identity on a tensor that all ranks of a region hold alike, each for its part; backward sums the parts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.region = region
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_reduce(grad.contiguous().clone(), ctx.region.columns, name="gradient of a shared tensor"), None
-
-
 def enter_shared(x: Tensor, region: Region) -> Tensor:
     """A tensor equal on all ranks that belongs to no sample (an attention bias), read by each rank for its part."""
     if region.columns.size == 1 or not x.requires_grad:
         return x
-    out: Tensor = _Shared.apply(x, region)  # type: ignore[no-untyped-call]
+    out: Tensor = Shared.apply(x, region)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Partial(torch.autograd.Function):
-    """Identity on a whole parameter of which each rank of a region sees the gradient of its part only.
+def partial_parameter(parameter: Tensor, region: Region) -> Tensor:
+    """A whole parameter as a rank of a region uses it for its part of the features or heads of all rows.
 
     The reducer takes the mean over all copies, which are in equal shares on the region's ranks: hence their number.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad * ctx.size, None
-
-
-def partial_parameter(parameter: Tensor, region: Region) -> Tensor:
-    """A whole parameter as a rank of a region uses it for its part of the features or heads of all rows."""
     if region.columns.size == 1 or not parameter.requires_grad:
         return parameter
-    out: Tensor = _Partial.apply(parameter, region.columns.size)  # type: ignore[no-untyped-call]
+    out: Tensor = ScaleBackward.apply(parameter, lambda: region.columns.size)  # type: ignore[no-untyped-call]
     return out

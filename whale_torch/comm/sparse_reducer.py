@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from whale_torch.comm.collectives import all_gather_rows, all_reduce, gather_equal
+from whale_torch.comm.hooks import on_gradient
 from whale_torch.mesh import Group
 
 __all__ = ["SparseReducer"]
@@ -23,9 +24,9 @@ class SparseReducer:
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], copies: Group):
-        self.copies, self.sync = copies, True
+        self.copies, self.groups, self.sync = copies, [copies], True
         self._parameters = parameters
-        self._handles = [p.register_post_accumulate_grad_hook(self._ready) for p in parameters]
+        self._handles = [on_gradient(p, self._ready) for p in parameters]
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""

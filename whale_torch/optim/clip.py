@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale_torch.comm.collectives import all_reduce
-from whale_torch.comm.registry import ParameterPlace, place_of
+from whale_torch.comm.registry import ParameterPlace, by_name, place_of
+from whale_torch.comm.scale import renew_samples
 from whale_torch.errors import LossError, PlanError
 
 __all__ = ["clip_grad_norm_"]
@@ -40,18 +41,19 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise PlanError(f"wh.clip_grad_norm_: norm_type is {norm_type:g}.", fix='use a number above 0, or "inf"')
-    found = _check_places(listed, places)
-    total = _total_norm(listed, found, norm_type, foreach)
+    _check_places(listed, places)
+    total = _total_norm(by_name(listed), norm_type, foreach)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise LossError(
             f"the norm of order {norm_type:g} of the gradients of {len(listed)} parameters is {float(total)}.",
             fix="look for the first operation that overflows, or clip with error_if_nonfinite=False",
         )
     _scale(listed, max_norm, total, foreach)
+    renew_samples(listed)
     return total
 
 
-def _check_places(parameters: list[Tensor], places: list[ParameterPlace | None]) -> list[ParameterPlace]:
+def _check_places(parameters: list[Tensor], places: list[ParameterPlace | None]) -> None:
     """Raises PlanError where some parameters have no place."""
     outside = [i for i, place in enumerate(places) if place is None]
     if outside:
@@ -60,13 +62,14 @@ def _check_places(parameters: list[Tensor], places: list[ParameterPlace | None])
             f"model (the first is number {outside[0]}, of shape {tuple(parameters[outside[0]].shape)}).",
             fix="clip those of each model apart",
         )
-    return [place for place in places if place is not None]
 
 
-def _total_norm(
-    parameters: list[Tensor], places: list[ParameterPlace], norm_type: float, foreach: bool | None
-) -> Tensor:
-    """The ranks that hold copies of a part share the work: each gradient is counted once, by one of them."""
+def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """The ranks that hold copies of a part share the work: each gradient is counted once, by one of them.
+
+    parameters: placed ones, in one order on all ranks.
+    """
+    places = [place for p in parameters if (place := place_of(p)) is not None]
     mine = []
     for number, (parameter, place) in enumerate(zip(parameters, places, strict=True)):
         if parameter.grad is not None and number % place.copies.size == place.copies.index:

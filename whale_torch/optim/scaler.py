@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from whale_torch.comm.collectives import all_reduce
+from whale_torch.comm.scale import renew_samples
 from whale_torch.strategies.runtime import runtime_of
 
 __all__ = ["GradScaler"]
@@ -41,6 +42,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Both ways to a step, unscale_ and that of fused optimizers, come through here once, as in FSDP's scaler."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        renew_samples(p for group in optimizer.param_groups for p in group["params"])
         # second number: whether any rank saw a gradient at all; where none did, torch says so
         seen = torch.zeros(2, device=self._model_device)
         for value in found.values():

@@ -23,7 +23,7 @@ __all__ = ["DEFAULT_ROWS", "all_reduce_bytes", "estimate", "gradient_traffic", "
 DEFAULT_ROWS = 32
 _HEADER_BYTES = 512
 _LABELS_IN_A_HEADER = 62
-_COUNT_BYTES = 40
+_COUNT_BYTES = 48
 _LOSS_BYTES = 72
 _ID_BYTES = 8
 

@@ -1,7 +1,7 @@
 """The weight gradient of a large split layer, computed last: it fills the time while the features' gradients travel.
 
-An autograd node made when the model's forward starts is older than every other, so the engine runs it last. Public
-autograd only; the same cut of input and weight gradient is what zero-bubble pipelines need (arXiv 2401.10241).
+An autograd node made when the model's forward starts is older than every other, so the engine runs it last. The same
+cut of input and weight gradient is what zero-bubble pipelines need (arXiv 2401.10241).
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ __all__ = ["MIN_ELEMENTS", "Delay", "delayed_linear"]
 MIN_ELEMENTS = 1 << 20
 """Elements of a weight from which its gradient takes longer than what it costs to put it off."""
 
+# backward's number -> inputs and gradients that the layer's backward left for it
+_Left = dict[int, list[tuple[Tensor, Tensor]]]
+
 
 class _Old(torch.autograd.Function):
     """Made first, so run last: turns what the layer's backward left behind into weight and bias gradients."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, left: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, left: _Left) -> Tensor:
         ctx.left, ctx.has_bias = left, bias is not None
         return weight.new_zeros(())
 
@@ -34,8 +37,9 @@ class _Old(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         weight_grad: Tensor | None = None
         bias_grad: Tensor | None = None
-        while ctx.left:
-            x, grad = ctx.left.pop()
+        left = ctx.left.pop(torch._C._current_graph_task_id(), [])
+        while left:
+            x, grad = left.pop()
             weight_grad = grad.t() @ x if weight_grad is None else weight_grad.addmm_(grad.t(), x)
             if ctx.has_bias:
                 bias_grad = grad.sum(0) if bias_grad is None else bias_grad + grad.sum(0)
@@ -44,9 +48,7 @@ class _Old(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, left: list[tuple[Tensor, Tensor]]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, left: _Left) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.left = left
         return F.linear(x, weight, bias)
@@ -55,7 +57,9 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.left.append((x, grad))
+        old = ctx.next_functions[-1][0]  # that of the token, the last input that is a tensor
+        if torch._C._will_engine_execute_node(old):  # not where a backward(inputs=...) leaves the weight out
+            ctx.left.setdefault(torch._C._current_graph_task_id(), []).append((x, grad))
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, grad.new_zeros(()), None
 
 
@@ -80,7 +84,7 @@ class Delay:
     """One forward's delayed gradient of one layer: made as the forward starts."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        self._left: list[tuple[Tensor, Tensor]] = []
+        self._left: _Left = {}
         self._token = _Old.apply(weight, bias, self._left)  # type: ignore[no-untyped-call]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -26,19 +26,16 @@ def place_whole_parameters(model: nn.Module, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def equalize(model: nn.Module) -> None:
+def equalize(model: nn.Module, mesh: Mesh) -> None:
     """Copies every parameter from the first rank that holds it, and every buffer from rank 0."""
-    everyone: Group | None = None
     for name, parameter in model.named_parameters():
         place = place_of(parameter)
         assert place is not None
-        if place.shard is None:
-            everyone = place.copies
         if place.copies.size > 1:
             _broadcast(parameter.data, place.copies, name)
-    if everyone is not None and everyone.size > 1:
+    if mesh.world > 1:
         for name, buffer in model.named_buffers():
-            _broadcast(buffer, everyone, name)
+            _broadcast(buffer, mesh.everyone(), name)
 
 
 def _broadcast(x: Tensor, group: Group, name: str) -> None:
@@ -51,12 +48,14 @@ def _broadcast(x: Tensor, group: Group, name: str) -> None:
 
 def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientReducer]:
     """One reducer for every group of gradients that the plan averages together, of what is trained now."""
-    parameters = dict(model.named_parameters())
+    # by the names of the plan: a module may be wrapped since, and be called otherwise
+    parameters = {place.name: p for p in model.parameters() if (place := place_of(p)) is not None}
     sparse = _sparse_parameters(model)
     reducers: list[GradientReducer] = []
     for number, reduce in enumerate(plan.reduces):
         device = plan.device(reduce.device)
-        chosen = [parameters[name] for name in reduce.parameters if parameters[name].requires_grad]
+        present = [parameters[name] for name in reduce.parameters if name in parameters]
+        chosen = [parameter for parameter in present if parameter.requires_grad]
         dense = [parameter for parameter in chosen if id(parameter) not in sparse]
         if dense:
             reduction = _reduction(reduce, device.copies, dense[0].dtype, plan, mesh, f"gradients {number}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,18 +11,19 @@ from torch import Tensor, nn
 
 from whale_torch.comm.call import Anchor, Call, Trained, deliver
 from whale_torch.comm.columns import Columns, plain
-from whale_torch.comm.drift import note_gradients
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.local_random import stream_code
 from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
+from whale_torch.comm.scale import Witness
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.cost import may_call_losses
 from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies import delayed
 from whale_torch.strategies.batch import BatchReader
+from whale_torch.strategies.members import Members
 from whale_torch.strategies.outputs import map_tensors
 from whale_torch.strategies.split_linear import ColumnLinear
 from whale_torch.strategies.state_hooks import cut_places
@@ -78,12 +78,12 @@ class Runtime:
         self._delayed = [
             m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
         ]
-        self._watched = [(name, owner, key, p) for name, owner, key, p in _owners(model)]
-        self._trained = [p.requires_grad for _, _, _, p in self._watched]
+        self._members = Members(model)
+        self._trained = [p.requires_grad for p in self._members.parameters]
         self._trained_code = Trained(self._trained)
+        self._witness = Witness.among(self._members.parameters)
         self.gradients = self._make_gradients()
-        self._keeps_columns = any(g.option("split", "output") == "columns" for g in plan.taskgraphs)
-        self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), [p for _, _, _, p in self._watched])
+        self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), self._members.parameters)
         self._draws: set[bool] = set()  # in which modes, training or not, forwards were seen to draw random numbers
         self._seeks_losses = plan.num_feeds > 1 and may_call_losses(model)
 
@@ -106,7 +106,7 @@ class Runtime:
             self._end()
             return self._leave(out, None, training)
         if grad:
-            self._check_parameters()
+            self._check_parameters(model)
         call = self._begin(args, kwargs, model.training)
         watched = self.plan.feed_size > 1 and model.training not in self._draws
         before = stream_code(self.mesh.device) if watched else 0
@@ -129,8 +129,9 @@ class Runtime:
         if training in self._draws:
             batch.stream = stream_code(self.mesh.device)
         self.call = Call(
-            self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor, summed=plan.loss == "sum"
-        )
+            self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor,
+            summed=plan.loss == "sum", witness=self._witness,
+        )  # fmt: skip
         for region in self.regions:
             region.call = self.call
         for layer in self._delayed:
@@ -147,9 +148,12 @@ class Runtime:
             layer.__dict__["_delay"] = None
 
     def _leave(self, out: Any, call: Call | None, training: bool) -> Any:
+        if call is not None and self._witness is not None:
+            call.table()
+
         def one(x: Tensor) -> Tensor:
             if isinstance(x, Columns):
-                if training or self._keeps_columns:
+                if training or x.place.region.keeps_columns:
                     return x if call is None else _deliver_columns(x, call)
                 x = x.rows()
             return x if call is None else deliver(x, call)
@@ -157,12 +161,7 @@ class Runtime:
         return one(out) if isinstance(out, Tensor) else map_tensors(out, one)
 
     def _make_gradients(self) -> Gradients:
-        cut = [
-            p
-            for _, _, _, p in self._watched
-            if (place := place_of(p)) and place.parts is not None and place.parts.size > 1
-        ]
-        return Gradients(self._make_reducers(), then=functools.partial(note_gradients, cut) if cut else None)
+        return Gradients(self._make_reducers(), then=None if self._witness is None else self._witness.keep)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -173,21 +172,12 @@ class Runtime:
         finally:
             self.gradients.sync = before
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, model: nn.Module) -> None:
         self.gradients.abandon()
-        changed = False
-        for i, (name, owner, key, parameter) in enumerate(self._watched):
-            if owner._parameters.get(key) is not parameter:
-                raise PlanError(
-                    f"parameter '{name}' was replaced after wh.parallelize; its gradient would not be averaged.",
-                    fix="change values in place (parameter.data.copy_(...), load_state_dict), "
-                    "or replace it before wh.parallelize",
-                )
-            if parameter.requires_grad is not self._trained[i]:
-                self._trained[i] = parameter.requires_grad
-                changed = True
-        if changed:
-            self._trained_code = Trained(self._trained)
+        self._members.check(model)
+        trained = [p.requires_grad for p in self._members.parameters]
+        if trained != self._trained:
+            self._trained, self._trained_code = trained, Trained(trained)
             sync = self.gradients.sync
             self.gradients.close()
             self.gradients = self._make_gradients()
@@ -215,13 +205,6 @@ def _deliver_columns(x: Columns, call: Call) -> Columns:
     else:
         out = Columns.of(deliver(plain(x), call, weigh=False), place, x.hold)
     return out
-
-
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield (f"{name}.{key}" if name else key), module, key, parameter
 
 
 def runtime_of(model: nn.Module, what: str) -> Runtime:

@@ -70,11 +70,14 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, Parame
         if graph.index not in regions:
             groups = groups_of(plan, mesh, graph.device)
             headers = mesh.two_levels(f"{graph.device} headers", plan.device(graph.device).columns, channel="headers")
-            strict = graph.option("split", "gather") == "error"
             regions[graph.index] = Region(
-                f"{graph.label} at {graph.site}", *groups, headers=headers, strict=strict,
+                f"{graph.label} at {graph.site}",
+                *groups,
+                headers=headers,
+                strict=graph.option("split", "gather") == "error",
+                keeps_columns=graph.option("split", "output") == "columns",
                 on_host=plan.cluster.device == "cpu",
-            )  # fmt: skip
+            )
         module = modules[decided.module]
         module.__class__ = run_class(decided, type(module))
         module.__dict__.update(_region=regions[graph.index], _cut=decided, _options=dict(graph.annotations[-1].options))

@@ -37,11 +37,6 @@ class SplitBatchNorm(SplitModule):
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
 
-    @classmethod
-    def _base(cls) -> type[nn.Module]:
-        found: type[nn.Module] = next(plain for plain, synced in _SYNCED.items() if issubclass(cls, synced))
-        return found
-
     def _prepare(self) -> None:
         self.__dict__["_group"] = self._region.rows
 

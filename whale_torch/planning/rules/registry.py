@@ -87,9 +87,9 @@ class RuleContext:
     column_weights: frozenset[int] = frozenset()
     containers: dict[nn.Module, PlanFunction] = field(default_factory=dict)
 
-    def role(self, module: nn.Module, default: str = "columns") -> Role:
-        """The role of a module, `default` where neighbours suggest none."""
-        return self.roles.get(module) or Role(default)
+    def role(self, module: nn.Module) -> Role:
+        """The role of a module: "columns" where neighbours suggest none."""
+        return self.roles.get(module) or Role("columns")
 
 
 PlanFunction = Callable[[nn.Module, str, RuleContext], "list[Cut]"]
