@@ -1,3 +1,4 @@
+# make setup     .venv with torch, the compiled kernels and what the rest needs
 # make demo      a spelling corrector with a split classifier, on 4 local ranks: about a minute
 # make test      the suite, with a seeded subset of the large matrices: 10 minutes at most on 2 cores
 # make test-all  the whole suite: 45 minutes at most on 2 cores
@@ -5,11 +6,13 @@
 #
 # PYTHON=python3.12           the interpreter of .venv, 3.10 to 3.13
 # TORCH=torch==2.12.0         the torch to run on
-# TORCH_INDEX=<url>           where to get it; PyTorch's own index has CPU builds
+# TORCH_INDEX=<url>           where to get it; empty: the index pip is set up with. By default PyTorch's index of CPU
+#                             builds where no GPU is and pip's index has none
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?=
+TORCH_INDEX ?= auto
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 CLASSES ?= 5000
 PYTEST_ARGS ?=
 
@@ -24,8 +27,10 @@ TORCH_STAMP := $(VENV)/$(subst /,_,$(subst =,-,$(TORCH)))-$(VERSION).stamp
 BUILD_STAMP := $(VENV)/built.stamp
 NATIVE := $(wildcard setup.py csrc/*/*)
 
-.PHONY: demo test test-all lint clean
+.PHONY: setup demo test test-all lint clean
 .DELETE_ON_ERROR:
+
+setup: $(BUILD_STAMP)
 
 demo: $(BUILD_STAMP)
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 4 -m examples.spelling.main --classes $(CLASSES)
@@ -47,16 +52,27 @@ clean:
 $(VENV_STAMP):
 	@$(if $(filter $(VERSION),$(SUPPORTED)),true,echo "$(PYTHON) is Python $(VERSION); set PYTHON to one of $(SUPPORTED)" >&2; exit 1)
 	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --quiet "pip>=24.1"
 	@touch $@
 
-# torch comes first and pinned: asked for by name alone, an installer may fetch a newer build of several GB.
+# torch comes first and pinned: asked for by name alone, an installer may fetch a newer build of several GB. What it would
+# fetch is asked before: a build that needs NVIDIA's packages is a CUDA one.
 $(TORCH_STAMP): $(VENV_STAMP)
-	@echo "Into $(VENV), from $(if $(TORCH_INDEX),$(TORCH_INDEX) and )the package index pip is set up with:"
-	@echo "  $(TORCH)   200 MB as a CPU build (x86-64), about 3 GB as a CUDA build with its libraries;"
-	@echo "             pip takes the build the index offers: TORCH_INDEX=https://download.pytorch.org/whl/cpu has CPU ones"
-	@echo "  transformers 40 MB, numpy 17 MB, english-words 10 MB, mypy 14 MB, ruff 12 MB, pytest, einops, rich and setuptools 5 MB"
 	@rm -f $(VENV)/torch*.stamp
-	$(PIP) install "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@index="$(TORCH_INDEX)"; \
+	if [ "$$index" = auto ]; then \
+	    index=; \
+	    if ! command -v nvidia-smi >/dev/null \
+	        && $(PIP) install --quiet --dry-run --no-deps --report - "$(TORCH)" | grep -Eq '"(nvidia|cuda)-'; then \
+	        index=$(CPU_INDEX); \
+	        echo "No GPU here, and pip's index has a CUDA build of $(TORCH): the CPU build comes from"; \
+	        echo "$(CPU_INDEX); TORCH_INDEX= takes what pip's index has, TORCH_INDEX=<url> another's."; \
+	    fi; \
+	fi; \
+	echo "Into $(VENV), from $${index:+$$index and }the package index pip is set up with:"; \
+	echo "  $(TORCH)   200 MB as a CPU build (x86-64), about 3 GB as a CUDA build with its libraries"; \
+	echo "  transformers 40 MB, numpy 17 MB, english-words 10 MB, mypy 14 MB, ruff 12 MB, pytest, einops, rich and setuptools 5 MB"; \
+	set -x; $(PIP) install "$(TORCH)" $${index:+--index-url "$$index"}
 	@touch $@
 
 # WHALE_BUILD_EXT=1: here a missing compiled kernel is an error, where a plain `pip install` would fall back to Python.

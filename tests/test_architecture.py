@@ -22,7 +22,7 @@ PACKAGE = ROOT / "whale_torch"
 # docs/design.md, section 4, bottom to top. A new module takes its place here first; a package stands for all in it.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"ops", "mesh", "exits", "cluster", "simulate.device"},
+    {"ops", "mesh", "gloo", "exits", "cluster", "simulate.device"},
     {"comm"},
     {"scopes", "annotation", "capture", "by_name", "trace", "planning"},
     {"strategies", "moe", "recomputation", "offload", "optim", "checkpoint"},
@@ -41,12 +41,16 @@ UPWARD = {
 PRIVATE_TORCH = {
     # The world's store: torch has no public way to it.
     "torch.distributed.distributed_c10d._get_default_store": {"exits"},
+    # The only way to say which device, and so which polling thread, a gloo group uses.
+    "torch.distributed.ProcessGroupGloo._Options": {"gloo"},
     # torch's own documentation of __torch_function__ tells subclasses to use it.
     "torch._C.DisableTorchFunctionSubclass": {"comm"},
     # The end of backward: DDP and FSDP use it, and nothing public is called there.
     "torch.autograd.Variable._execution_engine.queue_callback": {"comm"},
     # Whether backward() or torch.autograd.grad runs, as torch's own register_multi_grad_hook asks.
     "torch._C._will_engine_execute_node": {"comm"},
+    # Where F.cross_entropy and F.nll_loss go; every public way to see them costs Python at each other operation.
+    "torch._C._nn": {"comm"},
     # What repr shows: subclasses are meant to override it.
     "torch.nn.Module._get_name": {"strategies"},
     # Compared only: does a scaler look for overflow as torch's does, in one rank's gradients?

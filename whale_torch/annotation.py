@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ __all__ = [
     "annotate_module",
     "annotations_of",
     "check_nesting",
+    "check_open",
+    "close_annotations",
     "effective_annotations",
     "inherited_annotations",
     "merge",
@@ -25,6 +28,9 @@ MEMORY_KINDS = ("recompute", "cpu_offload")
 KINDS = ("auto_parallel", "replica", "pipeline", "stage", "split", *MEMORY_KINDS)
 
 _KEY = "_whale_annotations"
+
+# Not written on the modules: a copy of one, or a pickled one, is free again.
+_CLOSED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 # What may stand directly around each kind (memory scopes are transparent); None: nothing.
 # A stage without a pipeline is legal until the whole model is looked at: the pipeline may be put on a container later.
@@ -86,11 +92,30 @@ def annotate_module(
 
     Nothing is written if the result does not nest.
 
-    Raises: AnnotationError where the resulting order is illegal; it calls the module `name`, or its class name.
+    Raises: AnnotationError where the resulting order is illegal, and for a module of a parallelized model; it calls the
+    module `name`, or its class name.
     """
     annotations = merge(stack, new, annotations_of(module))
+    check_open(module, annotations, name)
     check_nesting(annotations, type(module).__name__ if name is None else name)
     module.__dict__[_KEY] = annotations
+
+
+def close_annotations(model: nn.Module) -> None:
+    """From now on the modules of this model take no annotation: its plan is in force."""
+    _CLOSED.update(model.modules())
+
+
+def check_open(module: nn.Module, annotations: Iterable[Annotation], name: str | None = None) -> None:
+    """Raises AnnotationError if the module belongs to a parallelized model and does not have these annotations yet."""
+    added = [annotation for annotation in annotations if annotation not in annotations_of(module)]
+    if added and module in _CLOSED:
+        called = type(module).__name__ if name is None else f"module '{name}'"
+        raise AnnotationError(
+            f"{added[-1]}: {called} belongs to a model that is parallelized already; a scope would change nothing now.",
+            where=added[-1].site,
+            fix="annotate it before wh.parallelize",
+        )
 
 
 def check_nesting(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from whale_torch.annotation import Annotation
+from whale_torch.annotation import Annotation, close_annotations
 from whale_torch.capture import Scope
 from whale_torch.checkpoint.plain import Weights, read_weights
 from whale_torch.cluster import Cluster
@@ -47,7 +47,8 @@ def plan(
 ) -> Plan:
     """The plan of an annotated model for any cluster, without a process group; once it is parallelized, that in force.
 
-    cluster: default one rank. sample_inputs: what one rank would be fed, for byte counts.
+    cluster: default one rank; its layout of nodes and ranks decides, its rates are only printed.
+    sample_inputs: what one rank would be fed, for byte counts.
     Raises AnnotationError and PlanError as wh.parallelize would.
     """
     if not isinstance(model, nn.Module):
@@ -87,9 +88,9 @@ def parallelize(
 ) -> nn.Module:
     """Turns an annotated model into a distributed one, in place, and returns it; its parameters stay the same objects.
 
-    sample_inputs: what one rank is fed, for the plan's byte counts. plan: a saved one to apply. cluster: speeds that
-    differ from the measured ones (nodes and ranks must be those running). default: scope of what no scope names.
-    device: this rank's. seed: of initial values on meta and of dropout. init_fn: initialises one meta module.
+    sample_inputs: what one rank is fed, for the plan's byte counts. plan: a saved one to apply. cluster: one with
+    known rates, for the plan's text (its nodes and ranks must be those running). default: scope of what no scope
+    names. device: this rank's. seed: of initial values on meta and of dropout. init_fn: initialises one meta module.
     weights: a plain state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds
     more of it than its parts. timeout: of every collective, in seconds or as a timedelta.
     A deepcopy of the result evaluates and refuses to train; one of a member that is not cut is an ordinary module,
@@ -108,7 +109,7 @@ def parallelize(
     if is_meta(model):
         given = state or {}
         _together(mesh, lambda: check_can_materialize(model, init_fn, given))
-        shards = {name: (cut.shard, cut.index) for name, cut in cuts.items()}
+        shards = {name: (at.shard, at.parts.index) for name, at in cuts.items() if at.shard and at.parts}
         meeting = Meeting(mesh.everyone())
         _together(
             mesh,
@@ -127,6 +128,7 @@ def parallelize(
     runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     make_root(model, runtime)
     note_replicas(mesh, made.feed_size)
+    close_annotations(model)
     guard.install()
     watch_optimizers()
     torch.manual_seed(seed + 1 + mesh.rank // made.feed_size)

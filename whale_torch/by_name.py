@@ -16,6 +16,7 @@ from whale_torch.annotation import (
     annotate_module,
     annotations_of,
     check_nesting,
+    check_open,
     inherited_annotations,
     merge,
 )
@@ -38,8 +39,8 @@ def annotate(
         is legal, else the other way round.
     inside: scopes around all that is matched, as one entry.
 
-    Raises: AnnotationError for a pattern that is no regular expression or matches nothing (with close names), and for
-    scopes that do not nest, naming the patterns. The model is then unchanged.
+    Raises: AnnotationError for a pattern that is not a regular expression or matches nothing (with close names), for
+    scopes that do not nest, naming the patterns, and on a parallelized model. The model is then unchanged.
     """
     site = call_site()
     if not isinstance(model, nn.Module):
@@ -68,6 +69,9 @@ def annotate(
             own[module] = order
     for name, result in inherited_annotations(model, own).items():
         _check_patterns(result, name, [pattern for pattern, new in found.items() if set(new) & set(result)])
+    called = {module: name for name, module in reversed(names.items())}
+    for module, result in own.items():
+        check_open(module, result, called[module])
     for module, result in own.items():
         annotate_module(module, result)
     for opening in opened:
@@ -81,7 +85,7 @@ def _as_scopes(what: str, value: object, site: str) -> tuple[Scope, ...]:
         if not isinstance(scope, Scope):
             told = f"the function {scope.__name__}" if inspect.isfunction(scope) else repr(scope)
             raise AnnotationError(
-                f"annotate(): {what} has {told}, which is no scope.",
+                f"annotate(): {what} has {told}, which is not a scope.",
                 where=site,
                 fix="give a scope such as wh.split(), with parentheses, or a tuple of scopes, outer to inner.",
             )
@@ -93,7 +97,7 @@ def _matches(pattern: str, names: Mapping[str, nn.Module], site: str) -> list[nn
         regex = re.compile(pattern)
     except (re.error, TypeError) as error:
         raise AnnotationError(
-            f"annotate(): pattern {pattern!r} is no regular expression: {error}.",
+            f"annotate(): pattern {pattern!r} is not a regular expression: {error}.",
             where=site,
             fix="write the names of model.named_modules() as a Python regular expression; a dot is '\\.'.",
         ) from error

@@ -67,7 +67,8 @@ class Scope:
     def __call__(self, target: T) -> T:
         """Annotates a module, or makes a class or a builder function annotate what it builds.
 
-        Raises: AnnotationError where the nesting is illegal or the target is none of these.
+        Raises: AnnotationError where the nesting is illegal, where the target is none of these, and for a module of a
+        model that is parallelized already.
         """
         site = call_site()
         if isinstance(target, nn.Module):
@@ -240,7 +241,7 @@ def call_site() -> str:
 def _wrap_class(scope: Scope, cls: type, site: str) -> None:
     if not issubclass(cls, nn.Module):
         raise AnnotationError(
-            f"wh.{scope.kind}() on class {cls.__name__}, which is no nn.Module.",
+            f"wh.{scope.kind}() on class {cls.__name__}, which is not an nn.Module.",
             where=site,
             fix="decorate a subclass of nn.Module, or a function that builds a module.",
         )

@@ -57,7 +57,7 @@ def batch_sampler(
     """Index lists for DataLoader(batch_sampler=...): the global batches of one process that reads for all feeds.
 
     Every rank makes the same number of steps and no sample is repeated or left out (but for drop_last); the last global
-    batch is cut evenly, so a rank may get 0 rows of it. A DataLoader needs then, to make a batch of none,
+    batch is cut evenly, so a rank may get 0 rows of it. To make an empty batch a DataLoader then needs
     `collate_fn=batches.collate_fn`:
 
         batches = wh.batch_sampler(model, dataset, 32, shuffle=True)
@@ -146,7 +146,7 @@ class BatchSampler(Sampler[list[int]]):
         if 0 < rest < self.count and not self.drop_last and not self._takes_empty:
             raise LayoutError(
                 f"the last global batch of {total} samples has {rest} rows for {self.count} feeds, so "
-                f"{self.count - rest} get none, and a DataLoader makes no batch of none by itself.",
+                f"{self.count - rest} get none, and a DataLoader makes no empty batch by itself.",
                 fix="DataLoader(dataset, batch_sampler=batches, collate_fn=batches.collate_fn); batches.allow_empty() "
                 "where you read the indices yourself; or drop_last=True",
             )
@@ -209,7 +209,7 @@ class BatchSampler(Sampler[list[int]]):
 
 
 class _Collate:
-    """A collate function that makes a batch of none by cutting a batch of one; it travels to a DataLoader's workers."""
+    """A collate function that makes an empty batch by cutting a batch of one; it travels to a DataLoader's workers."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]):
         self.dataset, self.collate_fn = dataset, collate_fn
@@ -241,6 +241,6 @@ def _without_rows(batch: Any) -> Any:
         return dataclasses.replace(batch, **fields)
     raise LayoutError(
         f"a rank has 0 rows of the last global batch, and collate_fn gave a {type(batch).__name__}, "
-        "of which no batch of none can be made.",
+        "of which an empty batch cannot be made.",
         fix="let collate_fn return tensors in lists, tuples, dicts or dataclasses; or drop_last=True",
     )

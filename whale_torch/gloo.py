@@ -7,7 +7,6 @@ parallelized model has about ten groups; on a host with many ranks the polling a
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import torch.distributed as dist
@@ -15,17 +14,15 @@ import torch.distributed as dist
 __all__ = ["BACKEND", "forget_devices", "register"]
 
 BACKEND = "whale_gloo"
-_WORKERS = 2  # threads of a group that run its collectives; torch's own number for one device
+_WORKERS = 2  # threads of a group that run its collectives, for each device: torch's own number
 
 
 @functools.cache
-def _devices() -> list[Any]:
-    """One for each interface that GLOO_SOCKET_IFNAME names, else the one of this host's name."""
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+def _devices(interfaces: str) -> list[Any]:
     gloo = dist.ProcessGroupGloo
-    if not names:
+    if not interfaces:
         return [gloo.create_default_device()]
-    return [gloo.create_device(interface=name) for name in names.split(",")]
+    return [gloo.create_device(interface=name) for name in interfaces.split(",")]
 
 
 def forget_devices() -> None:
@@ -33,16 +30,19 @@ def forget_devices() -> None:
     _devices.cache_clear()
 
 
-def _make(wanted: Any, _: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = _devices()
-    options._threads = _WORKERS * len(options._devices)
-    options._timeout = wanted.timeout
-    return dist.ProcessGroupGloo(wanted.store, wanted.group_rank, wanted.group_size, options)
-
-
 @functools.cache
-def register() -> str:
-    """The backend's name, known to torch.distributed from now on."""
-    dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+def register(interfaces: str) -> str:
+    """The backend's name, known to torch.distributed from now on.
+
+    interfaces: names with commas between, as in GLOO_SOCKET_IFNAME; empty for the one of this host's name.
+    """
+
+    def make(wanted: Any, _: Any) -> Any:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = _devices(interfaces)
+        options._threads = _WORKERS * len(options._devices)
+        options._timeout = wanted.timeout
+        return dist.ProcessGroupGloo(wanted.store, wanted.group_rank, wanted.group_size, options)
+
+    dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])
     return BACKEND

@@ -101,7 +101,7 @@ class Mesh:
     def two_levels(self, name: str, blocks: tuple[tuple[int, ...], ...], *, channel: str = "") -> Group:
         """As group, with levels where every block spans several nodes, with several and equally many ranks on each."""
         group = self.group(name, blocks, channel=channel)
-        levels = self._levels(blocks)
+        levels = self.cluster.levels_of(blocks)
         if levels is not None and group.levels is None:
             inside, between = levels
             group.levels = TwoLevels(
@@ -109,20 +109,6 @@ class Mesh:
                 self.group(f"{name} between nodes", between, channel=channel),
             )
         return group
-
-    def _levels(self, blocks: tuple[tuple[int, ...], ...]) -> tuple[tuple[tuple[int, ...], ...], ...] | None:
-        inside: list[tuple[int, ...]] = []
-        between: list[tuple[int, ...]] = []
-        for block in blocks:
-            nodes: dict[int, list[int]] = {}
-            for rank in block:
-                nodes.setdefault(self.cluster.node_of(rank), []).append(rank)
-            sizes = {len(ranks) for ranks in nodes.values()}
-            if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
-                return None
-            inside += [tuple(ranks) for ranks in nodes.values()]
-            between += list(zip(*nodes.values(), strict=True))
-        return tuple(inside), tuple(between)
 
     def group(self, name: str, blocks: tuple[tuple[int, ...], ...], *, channel: str = "") -> Group:
         """The block of `blocks` that holds this rank; every rank calls it with the same blocks.
@@ -150,8 +136,9 @@ class Mesh:
     def _join(self, block: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Makes one group; ranks outside it take part, since all count the groups made so far."""
         # new_group does not inherit the time-out of the world's group
+        host = gloo.register(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         group: dist.ProcessGroup | None = dist.new_group(
-            list(block), timeout=self.timeout, backend=_backend(self.device, gloo.register())
+            list(block), timeout=self.timeout, backend=_backend(self.device, host)
         )
         return group
 
@@ -234,7 +221,7 @@ def _integer(name: str, default: int) -> int:
     value = os.environ.get(name, str(default))
     if not value.isdecimal() or int(value) < (1 if name.endswith("SIZE") else 0):
         raise PlanError(
-            f"the environment says {name}={value!r}, which is no number of ranks.",
+            f"the environment says {name}={value!r}, which is not a number of ranks.",
             fix="start with torchrun --nproc-per-node N script.py",
         )
     return int(value)

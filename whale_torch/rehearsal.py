@@ -22,7 +22,7 @@ from whale_torch.comm.columns import Columns
 from whale_torch.comm.gradients import Gradients
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.cost import gradient_traffic, shards_of
-from whale_torch.planning.plan import GatherRecord, Plan, Traffic
+from whale_torch.planning.plan import Plan, Traffic
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.outputs import map_tensors, tensors_in
 from whale_torch.strategies.root import make_root
@@ -52,15 +52,10 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
             plan, assumption=f"{plan.assumption}; it does not run without values: {type(error).__name__}: {reason}"
         )
     gradients = gradient_traffic(plan, dict(model.named_parameters()), shards_of(plan, model))
-    found = [
-        GatherRecord(operation, site, int(count), num_bytes)
-        for region in runtime.regions
-        for (operation, site), (count, num_bytes) in region.gathered.items()
-    ]
     return replace(
         plan,
         traffic=(*gradients, *mesh.traffic()),
-        gathers=tuple(found),
+        gathers=runtime.gathers(),
         assumption=f"counted on a step of {rows} rows a rank",
     )
 

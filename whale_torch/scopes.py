@@ -57,19 +57,22 @@ def replica(
 
     reduce_dtype: what gradients travel in: float32, bfloat16 (error 3-5e-3) or float16 (4-6e-4, cannot overflow).
     bucket_bytes, max_in_flight: bytes of a gradient bucket, and buckets under way at once; their product bounds memory.
-    all_reduce: "hierarchical" reduces inside a node first; "auto" decides by the links.
+    all_reduce: "hierarchical" reduces inside a node first; "auto" does so where the ranks sit on several nodes,
+        several and equally many on each.
     sync_batch_norm: BatchNorm takes its statistics over all replicas, with uneven and empty batches too, also in
         splits inside this replica. Without it each rank has the running statistics of its own samples;
-        wh.full_state_dict and wh.save keep rank 0's.
+        wh.full_state_dict keeps rank 0's.
     loss: "sum" where the loss is a sum over samples, so that gradients are summed and not averaged.
-    batch_dim: the dim that counts samples, in the first input tensor that has it; or for inputs of the model by name,
-        the dim that counts samples, or None where an input has none: needed where the first tensor is no batch (a
-        (T, T) mask, (1, T) positions). A list of tensors under a name counts its items. Without any tensor all ranks
-        weigh the same. Samples are weighed where the model's own forward returns: methods called past it weigh alike.
+    batch_dim: the dim that counts samples; by default dim 0 of the first input tensor that has one, in the order of the
+        call's arguments. Or for inputs of the model by name, the dim that counts samples, or None where an input has
+        none: needed where the first tensor is not a batch (a (T, T) mask, (1, T) positions). A list of tensors under a
+        name counts its items. Without any tensor all ranks weigh the same. Samples are weighed where the model's own
+        forward returns: methods called past it weigh alike.
 
     One process and n ranks agree but for three named exceptions: BatchNorm is local unless `sync_batch_norm=True`
-    (then exact); outside every scope a mean over ignored or weighted labels is the row-weighted mean of the ranks'
-    own means (a loss module built inside a scope is exact); a sum-loss needs `loss="sum"`.
+    (then exact); a mean over ignored or weighted labels is the row-weighted mean of the ranks' own means where it is
+    taken outside the model (a loss of torch called inside the model's forward is exact); a sum-loss needs `loss="sum"`.
+    A masked mean of one's own, `(l * m).sum() / m.sum()`, is such a mean of means in the forward too.
 
     Raises: AnnotationError for a value outside these, and for an illegal nesting.
     Reference: Whale (arXiv 2011.09208), `replica`.
@@ -125,13 +128,17 @@ def split(
     rows: "own" (each rank brings its own samples; they are gathered where the split begins) or "shared" (the ranks
         are one replica and are fed the same batch). None is "shared" directly inside a `wh.replica()`, else "own".
     output: "columns" returns `Columns` in eval mode and under no_grad too, where plain tensors are the default.
-    cut: how linear layers are cut, by output or by input features; None is whatever moves fewer bytes.
+    cut: how linear layers and convolutions are cut, by output or by input features; None is whatever moves fewer bytes.
     gather: "error" forbids implicit gathers of columns; without it the plan lists those that happened.
-    chunked_loss: computes the classifier and its cross entropy in chunks of rows, for less memory.
+    chunked_loss: computes the classifier and its cross entropy in chunks of rows, for less memory; for linear layers
+        cut by columns.
 
     Shapes: in training the output is a `Columns`: its shape is the logical one (own rows, all features), `.local` is
     this rank's shard, `.rows()` gathers. Element-wise ops, `F.cross_entropy`, argmax and top-k work across ranks.
-    Raises: AnnotationError for a value outside these, and for an illegal nesting.
+    A cut parameter is this rank's part, and code that reads it (`self.fc.weight.norm()` in forward) gets the part: a
+    penalty on it belongs into the optimizer (weight_decay), its whole value is in wh.full_state_dict(model).
+    Raises: AnnotationError for a value outside these, and for an illegal nesting; when planned, PlanError for `cut` or
+    `chunked_loss` where no module under the scope can follow it.
     Reference: Whale (arXiv 2011.09208), `split`.
     """
     given = {"size": size, "rows": rows, "output": output, "cut": cut, "gather": gather, "chunked_loss": chunked_loss}
@@ -189,7 +196,7 @@ def pipeline(
     num_stages: stages to cut the model into where none is annotated.
     schedule: order of forwards and backwards; None lets the plan choose.
     num_ranks: ranks of one pipeline; None is the largest divisor of the world not above the number of stages.
-    micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is no mean over samples.
+    micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is not a mean over samples.
     batch_dim: for inputs of the model by name, the dim that counts samples, or None where an input has none.
 
     Raises: AnnotationError for a value outside these, and for an illegal nesting.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import os
 import pickle
 import selectors
@@ -13,7 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.cluster.namespaces import Namespace, bits_per_second, build_network, measure_rate, refusal, sent_bytes, shape_links
+from benchmarks.cluster.namespaces import (
+    Namespace,
+    bits_per_second,
+    build_network,
+    measure_rate,
+    refusal,
+    sent_bytes,
+    shape_links,
+)
 from benchmarks.cluster.ranks import Place, Rank, fork_rank
 from whale_torch.errors import WhaleError
 
@@ -68,7 +78,7 @@ class Cluster:
         return self
 
     def set_rate(self, rate: str) -> None:
-        """Changes the rate of every link, in the owner or in one rank while nothing travels: set-up need not be slow."""
+        """Changes the rate of every link: in the owner, or in one rank while nothing travels."""
         *members, switch = self._namespaces
         shape_links(switch, members, rate)
         self.rate, self.bits_per_second = rate, bits_per_second(rate)
@@ -103,6 +113,7 @@ class Cluster:
         if not self._namespaces:
             raise ClusterError("this cluster is not up", fix="use it inside `with Cluster(...) as cluster:`")
         self._port += 1
+        _share_memory()
         release = os.pipe()
         ranks: list[Rank] = []
         sys.stdout.flush()
@@ -121,6 +132,14 @@ class Cluster:
                 if fd >= 0:
                     os.close(fd)
             _end(ranks)
+
+
+@functools.cache
+def _share_memory() -> None:
+    """Before the first fork: what every rank would import by itself, and a heap that no rank's collector touches."""
+    importlib.import_module("torch._dynamo")  # the first optimizer asks for it
+    gc.collect()
+    gc.freeze()
 
 
 def _collect(ranks: list[Rank], timeout: float) -> list[Any]:

@@ -165,9 +165,9 @@ def misspelt_name(rank: int, n: int) -> None:
 
 @mistake(
     S,
-    "A pattern that is no regular expression",
+    "A pattern that is not a regular expression",
     wh.AnnotationError,
-    r"pattern 'layers\.\*\[' is no regular expression",
+    r"pattern 'layers\.\*\[' is not a regular expression",
     site=True,
 )
 def broken_pattern(rank: int, n: int) -> None:
@@ -179,7 +179,7 @@ def broken_pattern(rank: int, n: int) -> None:
     S,
     "A scope without its parentheses",
     wh.AnnotationError,
-    r"pattern '0' has the function split, which is no scope",
+    r"pattern '0' has the function split, which is not a scope",
     site=True,
 )
 def scope_without_parentheses(rank: int, n: int) -> None:
@@ -240,6 +240,33 @@ def sizes_two_and_three(rank: int, n: int) -> None:
     with wh.split(size=2):
         second = nn.Linear(4, 4)
     wh.plan(nn.Sequential(first, second), cluster=wh.Cluster.of(nodes=1, ranks_per_node=6))
+
+
+@mistake(
+    S,
+    "A scope on a parallelized model",
+    wh.AnnotationError,
+    r"wh\.split\(\) at .*: Linear belongs to a model that is parallelized already",
+    site=True,
+)
+def scope_after_parallelize(rank: int, n: int) -> None:
+    """wh.parallelize reads the annotations once; later ones would change nothing."""
+    model = wh.parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)))
+    wh.split(model[1])  # type: ignore[index]
+
+
+@mistake(
+    P,
+    "An option that no module follows",
+    wh.PlanError,
+    r"no module follows chunked_loss=True; what is cut: '' \(Linear by rows\)",
+    site=True,
+)
+def chunked_loss_by_rows(rank: int, n: int) -> None:
+    """A layer cut by rows gives whole rows: there are no columns of which a loss could be computed in chunks."""
+    with wh.split(cut="rows", chunked_loss=True):
+        model = nn.Linear(4, 8)
+    wh.plan(model, cluster=wh.Cluster.of(ranks_per_node=2))
 
 
 @mistake(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import whale_torch as wh
+from tests.parity.metric import relative_errors
 from tests.world import world
 from whale_torch.state import full_tensor
 from whale_torch.strategies.runtime import runtime_of
@@ -168,28 +169,23 @@ def differences(
     for step, expected in enumerate(whole.losses):
         mean = sum(run.losses[step] * size for run, size in zip(feeds, sizes, strict=True) if size) / rows
         found[f"loss {step}"] = abs(mean - expected) / max(abs(expected), 1e-3)
-    largest = max(float(g.abs().max()) for g in whole.gradients.values())
     for run in ranks:
-        assert set(run.gradients) == set(whole.gradients), set(run.gradients) ^ set(whole.gradients)
-        for name, expected_gradient in whole.gradients.items():
-            scale = max(float(expected_gradient.abs().max()), 0.01 * largest)
-            error = float((run.gradients[name] - expected_gradient).abs().max()) / scale
-            found[f"grad {name}"] = max(found.get(f"grad {name}", 0.0), error)
-        assert set(run.state) == set(whole.state), set(run.state) ^ set(whole.state)
-        for name, value in whole.state.items():
-            assert run.state[name].shape == value.shape, name
-            if value.is_floating_point() and value.numel():
-                error = float((run.state[name] - value).abs().max() / value.abs().max().clamp_min(1e-2))
-                found[f"state {name}"] = max(found.get(f"state {name}", 0.0), error)
+        _note(found, "grad", run.gradients, whole.gradients)
+        _note(found, "state", run.state, whole.state)
     for i, expected_output in enumerate(whole.output):
         dim = output_dim if expected_output.dim() > output_dim else 0
         joined = torch.cat([run.output[i] for run in feeds], dim)
         assert joined.shape == expected_output.shape, (joined.shape, expected_output.shape)
         nan = expected_output.isnan()
         assert torch.equal(joined.isnan(), nan)
-        error = float((joined - expected_output)[~nan].abs().max() / expected_output[~nan].abs().max().clamp_min(1e-2))
-        found[f"output {i}"] = error
+        _note(found, "output", {str(i): joined[~nan]}, {str(i): expected_output[~nan]})
     return found
+
+
+def _note(found: dict[str, float], what: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, error in relative_errors(ours, theirs).items():
+        key = f"{what} {name}"
+        found[key] = max(found.get(key, 0.0), error)
 
 
 Case = tuple[type[Model], dict[str, Any]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import whale_torch as wh
 from whale_torch.state import full_tensor
 
-__all__ = ["LAYOUTS", "WIDTH", "Net", "backward", "batch", "build", "gradients", "mine", "worst"]
+__all__ = ["LAYOUTS", "WIDTH", "Net", "backward", "batch", "build", "gradients", "mine"]
 
 WIDTH, CLASSES = 6, 11
 
@@ -84,16 +84,3 @@ def backward(
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name: a collective where something is cut."""
     return {name: full_tensor(p, p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """error / max(that tensor's largest value, 1 % of the largest of all); infinite where names or shapes differ."""
-    if found.keys() != expected.keys() or any(found[k].shape != expected[k].shape for k in expected):
-        return float("inf")
-    top = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=1.0)
-    errors = [
-        float((found[k] - t).abs().max()) / max(float(t.abs().max()), 0.01 * top, 1e-30)
-        for k, t in expected.items()
-        if t.numel()
-    ]
-    return max(errors, default=0.0)

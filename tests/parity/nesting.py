@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
+from tests.parity.metric import relative_error
 from whale_torch.state import full_tensor
 
 __all__ = [
@@ -284,36 +285,25 @@ def _steps(model: nn.Module, case: Case, mine: slice, steps: int, n: int) -> dic
 def difference(case: Case, ranks: list[dict[str, Any]], one: dict[str, Any]) -> dict[str, float]:
     """Largest relative error of losses, gradients, final parameters and eval outputs over all ranks."""
     worst = {"loss": 0.0, "grad": 0.0, "parameters": 0.0, "out": 0.0}
-    total = sum(case.rows)
+
+    def note(what: str, ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> None:
+        worst[what] = max(worst[what], relative_error(ours, theirs))
+
     for rank, found in enumerate(ranks):
         for mine, theirs in zip(found["grad"], one["grad"], strict=True):
-            assert {k for k, v in mine.items() if v is None} == {k for k, v in theirs.items() if v is None}, (
-                f"rank {rank}"
-            )
-            top = max(float(g.abs().max()) for g in theirs.values() if g is not None)
-            for name, g in theirs.items():
-                if g is not None:
-                    scale = max(float(g.abs().max()), 0.01 * top) or 1.0  # 0: every label was ignored
-                    worst["grad"] = _worse(worst["grad"], float((mine[name] - g).abs().max()) / scale)
-        for name, p in one["parameters"].items():
-            error = float((found["parameters"][name] - p).abs().max()) / max(float(p.abs().max()), 0.01)
-            worst["parameters"] = _worse(worst["parameters"], error)
+            note("grad", mine, theirs)
+        note("parameters", found["parameters"], one["parameters"])
         feed = rank // case.feed_size
         mine_rows = slice(sum(case.rows[:feed]), sum(case.rows[: feed + 1]))
         for got, whole in zip(found["out"], one["out"], strict=True):
-            assert type(got) is Tensor and got.shape == whole[mine_rows].shape, (type(got), got.shape)
-            if got.numel():
-                worst["out"] = _worse(worst["out"], float((got - whole[mine_rows]).abs().max() / whole.abs().max()))
+            assert type(got) is Tensor, type(got)
+            note("out", {"out": got}, {"out": whole[mine_rows]})
     if not case.ignored:
         feeds = ranks[:: case.feed_size]
         for step, whole in enumerate(one["loss"]):
-            mean = sum(f["loss"][step] * f["rows"] for f in feeds if f["rows"]) / total
-            worst["loss"] = _worse(worst["loss"], abs(mean - whole) / whole)
+            mean = sum(f["loss"][step] * f["rows"] for f in feeds if f["rows"]) / sum(case.rows)
+            note("loss", {"loss": torch.tensor(mean)}, {"loss": torch.tensor(whole)})
     return worst
-
-
-def _worse(a: float, b: float) -> float:
-    return b if b > a or b != b else a
 
 
 def train_all(rank: int, n: int, cases: list[tuple[Case, str | None, int]]) -> list[dict[str, Any] | str]:
@@ -396,12 +386,9 @@ def _own_count() -> Iterator[None]:
 @contextlib.contextmanager
 def _own_seed() -> Iterator[None]:
     """Each rank's own loss gradient instead of the mean over the ranks that computed the loss."""
-    from whale_torch.comm.bridge import MeanSeed
+    from whale_torch.comm import loss
 
-    def own(ctx: Any, grad: Tensor) -> Any:
-        return grad * (1 + ctx.region.columns.index), None
-
-    with mock.patch.object(MeanSeed, "backward", staticmethod(own)):
+    with mock.patch.object(loss, "mean_of_seeds", lambda grad, region: grad * (1 + region.columns.index)):
         yield
 
 

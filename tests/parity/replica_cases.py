@@ -218,28 +218,6 @@ def train(model: nn.Module, case: Case, batch: Batch, *, steps: int = 1, lr: flo
     return Result(*first, {k: v.detach().clone() for k, v in model.state_dict().items()}, evaluated)
 
 
-def error(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
-    """Largest error over that gradient's largest value, or 1 % of the model's largest; None must meet None."""
-    assert found.keys() == expected.keys()
-    found, expected = _dense(found), _dense(expected)
-    most = max((float(e.abs().max()) for e in expected.values() if e is not None and e.numel()), default=0.0)
-    worst = 0.0
-    for name, e in expected.items():
-        f = found[name]
-        assert (f is None) == (e is None), f"{name}: {'None' if f is None else 'a gradient'} on the rank only"
-        if f is None or e is None or not e.numel():
-            continue
-        assert f.shape == e.shape and f.dtype == e.dtype
-        scale = max(float(e.abs().max()), 0.01 * most, 1e-30)
-        difference = (f - e).abs().max()
-        worst = max(worst, float(difference) / scale if bool(torch.isfinite(difference)) else float("inf"))
-    return worst
-
-
-def _dense(values: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: v.to_dense() if v is not None and v.is_sparse else v for name, v in values.items()}
-
-
 def same_on_all_ranks(results: list[dict[str, Tensor | None]]) -> bool:
     """Bit by bit."""
     return all(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
+from tests.parity.metric import relative_error
 from whale_torch.state import full_tensor
 
 Use = Callable[[Tensor, Tensor], Tensor]
@@ -128,16 +129,6 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def worst_error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest error relative to max(that gradient's largest value, 1 % of the model's largest); inf for a NaN."""
-    floor = 0.01 * max(float(t.abs().max()) for t in theirs.values())
-    worst = 0.0
-    for name, expected in theirs.items():
-        error = float((ours[name] - expected).abs().max()) / max(float(expected.abs().max()), floor, 1e-30)
-        worst = max(worst, error if error == error else float("inf"))
-    return worst
-
-
 def feed_losses(case: Case, use: Use) -> list[Tensor]:
     """Each feed's own loss in one process."""
     z = case.alone(case.x)
@@ -163,4 +154,4 @@ def compare(case: Case, use: Use, *, whole_batch: bool, inside: bool = False) ->
     loss.backward()
     expected = use(case.alone(case.x), case.y) if whole_batch else weighed(case, feed_losses(case, use))
     expected.backward()
-    return worst_error(gradients_of(case.model), gradients_of(case.alone))
+    return relative_error(gradients_of(case.model), gradients_of(case.alone))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.replica_cases import Result, error, gradients, same_on_all_ranks
+from tests.parity.metric import relative_error
+from tests.parity.replica_cases import Result, gradients, same_on_all_ranks
 from tests.world import world
 
 BAR = 2e-5
@@ -106,7 +107,7 @@ def test_ranks_equal_one_process(kind: str, options: str, rows: list[int], in_do
     results = world(len(rows), double_rank, kind, OPTIONS[options], rows)
     one = expected(kind, OPTIONS[options], rows)
     assert same_on_all_ranks([r.gradients for r in results]) and same_on_all_ranks([r.stepped for r in results])
-    assert error(results[0].gradients, one.gradients) <= 1e-10
+    assert relative_error(results[0].gradients, one.gradients) <= 1e-10
     for name, value in one.stepped.items():  # running statistics and the number of batches among them
         torch.testing.assert_close(results[0].stepped[name], value)
     torch.testing.assert_close(torch.cat([r.evaluated for r in results]), one.evaluated)
@@ -117,19 +118,19 @@ def test_single_precision() -> None:
     results, one = world(3, synced_rank, "2d", {}, rows), expected("2d", {}, rows)
     found, exact = results[0].gradients, one.gradients
     assert (
-        error(
+        relative_error(
             {k: v for k, v in found.items() if k != "norm.bias"}, {k: v for k, v in exact.items() if k != "norm.bias"}
         )
         <= BAR
     )
-    assert error(found, exact) <= 2e-4, "torch's own sum for the bias is this far from its float64 one"
+    assert relative_error(found, exact) <= 2e-4, "torch's own sum for the bias is this far from its float64 one"
     torch.testing.assert_close(results[2].stepped, one.stepped, rtol=1e-5, atol=1e-6)
 
 
 def test_the_comparison_sees_local_statistics() -> None:
     rows = [5, 2, 3]
     results, one = world(3, synced_rank, "1d", {}, rows, True), expected("1d", {}, rows)
-    assert error(results[0].gradients, one.gradients) > 1000 * BAR
+    assert relative_error(results[0].gradients, one.gradients) > 1000 * BAR
     assert not same_on_all_ranks([r.stepped for r in results]), "each rank has the running statistics of its own rows"
 
 
@@ -146,7 +147,7 @@ def local_gradient_rank(rank: int, n: int, rows: list[int]) -> Result:
 
 def test_the_comparison_sees_a_local_gradient() -> None:
     results, one = world(2, local_gradient_rank, [4, 3]), expected("2d", {}, [4, 3])
-    assert error(results[0].gradients, one.gradients) > 100 * BAR
+    assert relative_error(results[0].gradients, one.gradients) > 100 * BAR
 
 
 class Shared(nn.Module):
@@ -180,7 +181,7 @@ def test_shared_rows_count_once() -> None:
     model = Shared()
     model(torch.randn(sum(rows), 4, generator=torch.Generator().manual_seed(2))).square().mean().backward()
     for found, state in world(4, shared_rank, rows):
-        assert error(found, gradients(model)) <= BAR
+        assert relative_error(found, gradients(model)) <= BAR
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
@@ -254,7 +255,7 @@ def test_inside_a_split_statistics_are_those_of_all_feeds(
     model(x).square().mean().backward()
     results = world(4, inside_rank, scopes, images, options, rows)
     for found, state, _ in results:
-        assert error(found, gradients(model)) <= 1e-10
+        assert relative_error(found, gradients(model)) <= 1e-10
         for name, value in model.state_dict().items():
             torch.testing.assert_close(state[name], value)
     with torch.no_grad():
@@ -270,7 +271,7 @@ def test_the_comparison_sees_statistics_of_one_region(mutation: str, in_double: 
     model, x = Inside("plain", False, {}), of_images(False, 7)
     model(x).square().mean().backward()
     found, _, _ = world(4, inside_rank, "shared", False, {}, [4, 3], mutation)[0]
-    assert error(found, gradients(model)) > 1e-3
+    assert relative_error(found, gradients(model)) > 1e-3
 
 
 def half_rank(rank: int, n: int) -> tuple[Tensor, Tensor]:

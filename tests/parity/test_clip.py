@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import whale_torch as wh
-from tests.parity.layouts import LAYOUTS, backward, batch, build, gradients, mine, worst
+from tests.parity.layouts import LAYOUTS, backward, batch, build, gradients, mine
+from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.errors import LossError, PlanError
 
@@ -39,7 +40,7 @@ def clipped(rank: int, n: int, how: str) -> dict[str, tuple[float, float, float]
                 total = wh.clip_grad_norm_((p for p in model.parameters()), 0.05, norm_type, foreach=True)
             else:
                 total = wh.clip_grad_norm_(model, 0.05, norm_type, foreach=False)
-            found = abs(float(total) - norm) / norm, worst(gradients(model), grads), float(total)
+            found = abs(float(total) - norm) / norm, relative_error(gradients(model), grads), float(total)
             out[f"{layout}, norm {norm_type}"] = found
     return out
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.split_case import BAR, Case, build, compare, gradients_of, number, worst_error
+from tests.parity.metric import relative_error
+from tests.parity.split_case import BAR, Case, build, compare, gradients_of, number
 from tests.world import world
 from whale_torch.errors import PlanError
 
@@ -146,7 +147,7 @@ def _replicas(rank: int, n: int) -> tuple[float, str]:
         case.model.use = _marked  # type: ignore[assignment]
         compiled(case.x[case.here], case.y[case.here]).backward()
         _marked(case.alone(case.x), case.y).backward()
-        worst = max(worst, worst_error(gradients_of(case.model), gradients_of(case.alone)))
+        worst = max(worst, relative_error(gradients_of(case.model), gradients_of(case.alone)))
     with pytest.raises(RuntimeError) as caught:
         torch.compile(case.model, backend="eager", fullgraph=True)(case.x[case.here])
     return worst, str(caught.value)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.layouts import LAYOUTS, Net, backward, batch, build, mine, worst
+from tests.parity.layouts import LAYOUTS, Net, backward, batch, build, mine
+from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.errors import CheckpointError, PlanError
 
@@ -87,7 +88,7 @@ def test_every_layout_starts_as_one_process() -> None:
     assert torch.equal(zoo["words.weight"], zoo["head.weight"])
     assert float(zoo["attention.out_proj.bias"].abs().max()) == 0.0
     assert int(zoo["norm.num_batches_tracked"]) == 0
-    assert worst(world(2, start, "own", 1)[0], reference["own"]) > 0.1, "another seed is another start"
+    assert relative_error(world(2, start, "own", 1)[0], reference["own"]) > 0.1, "another seed is another start"
 
 
 def reseeded_by_rank(rank: int, n: int) -> dict[str, Tensor]:
@@ -100,7 +101,7 @@ def reseeded_by_rank(rank: int, n: int) -> dict[str, Tensor]:
 
 
 def test_the_suite_catches_parts_that_are_drawn() -> None:
-    assert worst(world(2, reseeded_by_rank)[0], world(1, start, "own")[0]) > 0.1
+    assert relative_error(world(2, reseeded_by_rank)[0], world(1, start, "own")[0]) > 0.1
 
 
 def trains(rank: int, n: int) -> float:
@@ -121,7 +122,7 @@ def trains(rank: int, n: int) -> float:
         backward(model, *mine(model, *batch()))
         backward(plain, *batch())
         optimizer.step(), theirs.step()
-    error = worst(wh.full_state_dict(model), plain.state_dict())
+    error = relative_error(wh.full_state_dict(model), plain.state_dict())
     with torch.device("meta"):
         model = Net("own")
     early = torch.optim.Adagrad(model.parameters())
@@ -205,7 +206,7 @@ def drawn_from_parts(rank: int, n: int) -> dict[str, Tensor]:
 
 def test_the_suite_catches_draws_of_parts() -> None:
     (one,) = world(1, with_init_fn, "replica")
-    assert worst(world(2, drawn_from_parts)[0], one) > 0.01
+    assert relative_error(world(2, drawn_from_parts)[0], one) > 0.01
 
 
 class Mask(nn.Module):
@@ -306,7 +307,7 @@ def test_partly_meta_models() -> None:
     found = world(2, mixed)
     fresh = world(1, start, "own")[0]
     for state in found:
-        assert worst(state, found[0]) == 0.0
+        assert relative_error(state, found[0]) == 0.0
         for key in ("block.up.weight", "block.down.bias", "head.bias"):
             assert torch.equal(state[key], one[key])
             assert torch.equal(state[key], fresh[key]), "each module draws by its own name"

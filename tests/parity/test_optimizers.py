@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.layouts import backward, batch, build, mine, worst
+from tests.parity.layouts import backward, batch, build, mine
+from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.errors import CheckpointError, CommError, PlanError
 from whale_torch.optim import element_wise
@@ -55,7 +56,7 @@ def after_steps(rank: int, n: int, layout: str, names: list[str], before: bool) 
         optimizer = optimizer or kind(model.parameters(), **options)
         moved(model, optimizer, lambda step, model=model: mine(model, *batch(seed=step)))
         start, whole, expected = build(layout).state_dict(), wh.full_state_dict(model), plain.state_dict()
-        out[name] = worst({k: whole[k] - start[k] for k in start}, {k: expected[k] - start[k] for k in start})
+        out[name] = relative_error({k: whole[k] - start[k] for k in start}, {k: expected[k] - start[k] for k in start})
     return out
 
 
@@ -85,7 +86,7 @@ def tiny_head(rank: int, n: int) -> float:
                 optimizer.zero_grad()
                 F.cross_entropy(m(rows[0]), rows[1]).backward()
                 optimizer.step()
-        out = max(out, worst(wh.full_state_dict(model), plain.state_dict()))
+        out = max(out, relative_error(wh.full_state_dict(model), plain.state_dict()))
     return out
 
 
@@ -141,7 +142,7 @@ def refused(rank: int, n: int) -> dict[str, str]:
     with pytest.raises(PlanError) as caught:
         muon.step()
     out["Muon"] = str(caught.value)
-    assert worst(wh.full_state_dict(model), before) == 0.0
+    assert relative_error(wh.full_state_dict(model), before) == 0.0
     torch.optim.Muon([model.features[0].weight]).step()  # nothing cut
     Lamb(model.features.parameters()).step()
     QuietAdam(model.parameters()).step()
@@ -211,7 +212,7 @@ def state_of(rank: int, n: int) -> dict[str, Any]:
         model.load_state_dict(weights)
         again.load_state_dict(copy.deepcopy(kept))  # torch takes the tensors themselves
         again.step()
-        out[f"round trip {again is optimizer}"] = worst(wh.full_state_dict(model), after)
+        out[f"round trip {again is optimizer}"] = relative_error(wh.full_state_dict(model), after)
         assert all(type(v) is Tensor for state in again.state.values() for v in state.values())
     replica = wh.parallelize(build("replica"))
     optimizer = torch.optim.AdamW(replica.parameters())
@@ -237,7 +238,7 @@ def another_rate(rank: int, n: int, compared: bool) -> float:
     moved(plain, torch.optim.Adam(plain.parameters(), lr=0.01), lambda step: batch(seed=step))
     mine_only = torch.optim.Adam(model.parameters(), lr=0.01 + 0.001 * rank)
     moved(model, mine_only, lambda step: mine(model, *batch(seed=step)))
-    return worst(wh.full_state_dict(model), plain.state_dict())
+    return relative_error(wh.full_state_dict(model), plain.state_dict())
 
 
 def test_the_suite_catches_another_rate_on_one_rank() -> None:

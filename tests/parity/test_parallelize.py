@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.layouts import LAYOUTS, backward, batch, build, gradients, worst
+from tests.parity.layouts import LAYOUTS, backward, batch, build, gradients
+from tests.parity.metric import relative_error
 from tests.world import outcomes, world
 from whale_torch.cluster import Cluster
 from whale_torch.errors import CheckpointError, CommError, PlanError, WhaleError
@@ -160,7 +161,7 @@ def test_a_world_of_one_without_torchrun_is_plain_torch(layout: str, optimizer: 
             backward(m, *batch(seed=step))
             wh.clip_grad_norm_(m, 0.5)
             o.step()
-    assert worst(wh.full_state_dict(model), plain.state_dict()) < BAR
+    assert relative_error(wh.full_state_dict(model), plain.state_dict()) < BAR
     assert type(model.state_dict()["head.weight"]) is Tensor
     assert wh.data_rank(model) == (0, 1)
     x, _ = batch()
@@ -219,7 +220,7 @@ def penalised(rank: int, n: int) -> float:
     for m, kept in pairs:
         m.load_state_dict(build("own", seed=3).state_dict())
         sum(F.mse_loss(p, kept[k], reduction="sum") for k, p in m.named_parameters()).backward()
-    return worst(gradients(model), gradients(plain))
+    return relative_error(gradients(model), gradients(plain))
 
 
 def test_a_penalty_on_kept_values_has_a_gradient() -> None:

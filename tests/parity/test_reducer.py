@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import whale_torch as wh
+from tests.parity.metric import relative_error
 from tests.parity.replica_cases import (
     WIDTH,
     Result,
     batch_of,
     build,
-    error,
     gradients,
     mlp,
     one_process,
@@ -46,7 +46,7 @@ def test_every_dtype_flat_and_hierarchical(n: int, local: int, dtype: torch.dtyp
     results = world(n, precise_rank, dtype, {"all_reduce": "auto" if local < n else "flat"}, local_world_size=local)
     expected = one_process("mlp", rows_of(n, "uneven"), 1)
     assert same_on_all_ranks([r.gradients for r in results])
-    assert error(results[0].gradients, expected.gradients) <= BARS[dtype]
+    assert relative_error(results[0].gradients, expected.gradients) <= BARS[dtype]
 
 
 class Given(nn.Module):
@@ -120,7 +120,7 @@ def dtypes_rank(rank: int, n: int, kind: str) -> dict[str, Tensor | None]:
 def test_parameters_of_any_dtype(kind: str) -> None:
     results = world(2, dtypes_rank, kind)
     assert same_on_all_ranks(results)
-    assert error(results[0], dtypes_rank(0, 1, kind)) <= (2e-2 if kind == "bf16" else 2e-6)
+    assert relative_error(results[0], dtypes_rank(0, 1, kind)) <= (2e-2 if kind == "bf16" else 2e-6)
 
 
 # ---- buckets ----
@@ -172,7 +172,7 @@ def test_staging_memory_is_bounded(in_flight: int, dtype: torch.dtype | None) ->
     model = Large()
     outside(model, batch_of(8)).backward()
     for found in world(2, staged_rank, dtype, in_flight):
-        assert error(found["gradients"], gradients(model)) <= BARS[dtype]
+        assert relative_error(found["gradients"], gradients(model)) <= BARS[dtype]
         assert found["most"] <= in_flight and found["allocated"] == in_flight, "buffers are used again"
         assert sum(size > 2000 for size in found["buckets"]) == 1, "one row alone may be larger"
         assert len(found["buckets"]) > 20 and max(found["bytes"]) <= 3000 * 4 + 100
@@ -219,7 +219,7 @@ def test_a_reentrant_checkpoint_is_right(twice: bool, bucket_bytes: int) -> None
     torch.manual_seed(0)
     model = Reentrant(twice)
     outside(model, batch_of(8)).backward()
-    assert error(world(2, reentrant_rank, twice, bucket_bytes)[0], gradients(model)) <= BARS[None]
+    assert relative_error(world(2, reentrant_rank, twice, bucket_bytes)[0], gradients(model)) <= BARS[None]
 
 
 def test_a_gradient_that_comes_after_it_left_raises() -> None:
@@ -267,7 +267,7 @@ def test_training_goes_on_after_a_backward_that_failed_everywhere(bucket_bytes: 
     model = Failing()
     outside(model, batch_of(8)).backward()
     results = world(2, failing_rank, [0, 1], bucket_bytes, retry)
-    assert error(results[0], gradients(model)) <= BARS[None] and same_on_all_ranks(results)
+    assert relative_error(results[0], gradients(model)) <= BARS[None] and same_on_all_ranks(results)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
@@ -372,8 +372,8 @@ def words_in_one_process(n: int, tied: bool, twice: bool) -> dict[str, Any]:
 def test_sparse_embeddings(n: int, tied: bool, twice: bool) -> None:
     results, expected = world(n, words_rank, True, tied, twice), words_in_one_process(n, tied, twice)
     for found in results:
-        assert error(found["gradients"], expected["gradients"]) <= BARS[None]
-        assert error(found["stepped"], expected["stepped"]) <= BARS[None]
+        assert relative_error(found["gradients"], expected["gradients"]) <= BARS[None]
+        assert relative_error(found["stepped"], expected["stepped"]) <= BARS[None]
         if not tied:
             assert all(
                 found["gradients"][name].is_sparse for name in ("table.weight", "bag.weight")[: 2 if n > 1 else 1]

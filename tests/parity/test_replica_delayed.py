@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import whale_torch as wh
-from tests.parity.replica_cases import WIDTH, batch_of, error, gradients, rows_of, share
+from tests.parity.metric import relative_error
+from tests.parity.replica_cases import WIDTH, batch_of, gradients, rows_of, share
 from tests.world import world
 from whale_torch.state import full_tensor
 from whale_torch.strategies import delayed
@@ -67,4 +68,4 @@ def test_a_gradient_put_off_is_the_same(kind: str, n: int) -> None:
     x, y = batch_of(sum(rows_of(n, "uneven")))
     F.cross_entropy(model(x), y).backward()
     for found in world(n, headed_rank, kind):
-        assert error(found, gradients(model)) <= BAR
+        assert relative_error(found, gradients(model)) <= BAR

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import whale_torch as wh
-from tests.parity.layouts import backward, batch, build, mine, worst
+from tests.parity.layouts import backward, batch, build, mine
+from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.errors import PlanError, WhaleError
 
@@ -57,7 +58,7 @@ def trained(
     other = wh.GradScaler(model)
     other.load_state_dict(state)
     assert other.get_scale() == scales[-1]
-    return scales, expected, worst(wh.full_state_dict(model), plain.state_dict())
+    return scales, expected, relative_error(wh.full_state_dict(model), plain.state_dict())
 
 
 def loop_in_one_process(plain: nn.Module, scaler: torch.amp.GradScaler, clip: Any, fused: bool | None) -> list[float]:

@@ -105,6 +105,46 @@ class Seq2Seq(Model):
         return lift(out)
 
 
+class Decoder(Model):
+    """One nn.TransformerDecoderLayer of L targets over S memories, whose features are replicated."""
+
+    rows = 9
+    dims = (0, 0, 0, 0)
+
+    def __init__(self, scope: Any, batch_first: bool = True, masked: bool = True, **options: Any):
+        super().__init__()
+        self.memory = nn.Linear(3, WIDTH)
+        self.target = nn.Embedding(7, WIDTH)
+        with scope():
+            self.layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 22, dropout=0.0, batch_first=batch_first, **options)
+        self.batch_first, self.masked = batch_first, masked
+        for parameter in self.parameters():
+            if parameter.dim() == 1:
+                nn.init.normal_(parameter, std=0.1)
+
+    @staticmethod
+    def batch(rows: int) -> tuple[Any, ...]:
+        g = torch.Generator().manual_seed(8)
+        return (
+            torch.randn(rows, SOURCE, 3, generator=g),
+            torch.randint(7, (rows, LENGTH), generator=g),
+            torch.randint(2, SOURCE + 1, (rows,), generator=g),
+            torch.randint(2, LENGTH + 1, (rows,), generator=g),
+        )
+
+    def forward(self, source: Tensor, words: Tensor, of_source: Tensor, of_words: Tensor) -> Tensor:
+        memory, target = self.memory(source).tanh(), self.target(words)
+        options: dict[str, Any] = {}
+        if self.masked:
+            options["tgt_mask"] = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+            options["memory_mask"] = torch.ones(LENGTH, SOURCE, dtype=torch.bool).triu(2)
+            options["tgt_key_padding_mask"] = torch.arange(LENGTH) >= of_words.unsqueeze(1)
+            options["memory_key_padding_mask"] = torch.arange(SOURCE) >= of_source.unsqueeze(1)
+        if self.batch_first:
+            return self.layer(target, memory, **options)
+        return self.layer(target.transpose(0, 1), memory.transpose(0, 1), **options).transpose(0, 1)
+
+
 CASES: list[Case] = [
     (Encoder, {}),  # nested tensors in eval mode
     (Encoder, {"norm": False}),
@@ -116,6 +156,9 @@ CASES: list[Case] = [
     (Encoder, {"heads": 2, "mask": True, "padding": False}),
     (Seq2Seq, {}),
     (Seq2Seq, {"batch_first": False, "norm_first": True, "activation": "gelu"}),
+    (Decoder, {}),
+    (Decoder, {"masked": False, "batch_first": False, "bias": False}),
+    (Decoder, {"norm_first": True, "activation": "gelu"}),
 ]
 
 
@@ -125,6 +168,24 @@ CASES: list[Case] = [
 @pytest.mark.parametrize(("mode", "n"), PLACEMENTS)
 def test_transformers_equal_one_process(mode: str, n: int) -> None:
     check_all(CASES, n, mode, uneven)
+
+
+def detach_the_memory() -> None:
+    from whale_torch.strategies.split_attention import HeadAttention
+
+    whole = HeadAttention.forward
+
+    def forward(self: HeadAttention, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if key.shape[1] != query.shape[1]:  # cross-attention: what it gives back to the memory is lost
+            key, value = key.detach(), value.detach()
+        return whole(self, query, key, value, *args, **kwargs)
+
+    HeadAttention.forward = forward  # type: ignore[method-assign]
+
+
+def test_the_comparison_sees_a_memory_without_gradient() -> None:
+    with pytest.raises(AssertionError, match="memory"):
+        check(Decoder, 2, mutate=detach_the_memory)
 
 
 def leave_fast_paths_on() -> None:
@@ -143,5 +204,5 @@ class FastPath(Encoder):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_comparison_sees_a_fast_path() -> None:
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises(RuntimeError, match="expected `qkv_weight` first dim to be 3x embed_dim"):
         check(FastPath, 2)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import whale_torch as wh
-from tests.parity.layouts import LAYOUTS, backward, batch, build, mine, worst
+from tests.parity.layouts import LAYOUTS, backward, batch, build, mine
+from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.errors import CheckpointError, LossError, PlanError
@@ -152,16 +153,16 @@ def parts_in_memory(rank: int, n: int) -> None:
         assert kept["head.weight"].data_ptr is not None
     backward(model, *mine(model, *batch()))
     torch.optim.SGD(model.parameters(), lr=0.5).step()
-    assert worst(wh.full_state_dict(model), before) > 1e-3
+    assert relative_error(wh.full_state_dict(model), before) > 1e-3
     assert torch.equal(model.state_dict()["head.weight"], model.head.weight)
     for kept in copies:
         model.load_state_dict(kept)
-        assert worst(wh.full_state_dict(model), before) == 0.0
+        assert relative_error(wh.full_state_dict(model), before) == 0.0
     average = {k: v.clone() for k, v in state.items()}
     for k, v in model.state_dict().items():
         average[k].mul_(0.5).add_(v, alpha=0.5)
     model.load_state_dict(average)
-    assert worst(wh.full_state_dict(model), before) < 1e-6
+    assert relative_error(wh.full_state_dict(model), before) < 1e-6
     penalty = sum(((p - kept[k].detach()) ** 2).sum() for k, p in model.named_parameters() for kept in copies[:1])
     assert type(penalty) is Tensor
     penalty.backward()
@@ -308,8 +309,8 @@ def copies(rank: int, n: int, layout: str) -> float:
         error = float((average(mine_x) - mine(model, plain_average(x))[0]).abs().max())
     assert twin.head.weight is not model.head.weight
     whole = wh.full_state_dict(average)
-    assert worst(whole, plain_average.state_dict()) < BAR
-    assert worst(wh.full_state_dict(twin), wh.full_state_dict(model)) == 0.0
+    assert relative_error(whole, plain_average.state_dict()) < BAR
+    assert relative_error(wh.full_state_dict(twin), wh.full_state_dict(model)) == 0.0
     twin.load_state_dict(plain.state_dict())
     twin.load_state_dict(model.state_dict())
     with pytest.raises(LossError, match="a copy of a parallelized one"):
@@ -392,7 +393,7 @@ def forgets_blocks(rank: int, n: int) -> float:
     cut = layout.Shard.cut
     layout.Shard.cut = lambda self, full, index: cut(self, full, index)[: self.local_shape(index)[0]].roll(1, 0)
     model.load_state_dict(build("own", seed=7).state_dict())
-    return worst(wh.full_state_dict(model), build("own", seed=7).state_dict())
+    return relative_error(wh.full_state_dict(model), build("own", seed=7).state_dict())
 
 
 def test_the_suite_catches_parts_of_other_rows() -> None:

@@ -97,6 +97,14 @@ def test_a_large_plan_prints_on_one_page() -> None:
         assert expected in text, (expected, text)
 
 
+def test_a_plan_says_what_counts_the_samples() -> None:
+    cluster = wh.Cluster.of(1, 2)
+    assert "Samples are counted along dimension 0 of the first input tensor that has it." in str(
+        wh.plan(nn.Linear(2, 2), cluster=cluster)
+    )
+    assert "along dimension 1 of 'input' (not in 'mask')." in str(wh.plan(NamedInputs(), cluster=cluster))
+
+
 def test_a_plan_of_unlike_modules_is_cut_short() -> None:
     class Many(nn.Module):
         def __init__(self) -> None:
@@ -221,7 +229,7 @@ def test_json_round_trips(make: object, tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("{", "JSONDecodeError"),
-        ("[]", "no saved plan"),
+        ("[]", "not a saved plan"),
         ("{}", "KeyError: 'format'"),
         ('{"format": 99}', "format 99, this version reads 1"),
     ],
@@ -247,7 +255,7 @@ def test_a_cluster_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nodes: 2", "is no JSON"),
+        ("nodes: 2", "is not JSON"),
         ('{"nodes": 2}', r"\['nodes'\]"),
         ('{"ranks_of_nodes": [2], "speed": 3}', r"\['speed'\]"),
         ('{"ranks_of_nodes": [2, 0]}', r"ranks_of_nodes=\(2, 0\)"),
@@ -260,6 +268,36 @@ def test_a_file_that_describes_no_cluster(text: str, said: str, tmp_path: Path) 
     path.write_text(text)
     with pytest.raises(wh.PlanError, match=said):
         wh.Cluster.load(path)
+
+
+def test_what_is_known_of_a_cluster_is_printed_and_nothing_else() -> None:
+    assert str(wh.Cluster.of(2, 4)) == "2 nodes x 4 ranks, cpu"
+    described = wh.Cluster.of(
+        1,
+        4,
+        device="cuda",
+        inter_node_bytes_per_s=35e9 / 8,
+        intra_node_bytes_per_s=300e9,
+        latency_s=5e-6,
+        flops_per_s=15e12,
+        memory_bytes=32_000_000_000,
+    )
+    assert str(described) == (
+        "1 node x 4 ranks, cuda, 35 Gbit/s between nodes, 2.4e+03 Gbit/s inside a node, 5 us a message, "
+        "15 Tflop/s a rank, 32 GB a rank"
+    )
+
+
+def test_the_two_levels_of_blocks() -> None:
+    cluster = wh.Cluster(ranks_of_nodes=(2, 2))
+    assert cluster.levels_of(((0, 1, 2, 3),)) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    assert cluster.levels_of(((0, 1), (2, 3))) is None, "no block leaves its node"
+    assert cluster.levels_of(((0, 2), (1, 3))) is None, "one rank on each node"
+    assert wh.Cluster(ranks_of_nodes=(2, 3)).levels_of(((0, 1, 2, 3, 4),)) is None, "uneven nodes"
+    assert wh.Cluster.of(2, 4).levels_of(((0, 2, 4, 6), (1, 3, 5, 7))) == (
+        ((0, 2), (4, 6), (1, 3), (5, 7)),
+        ((0, 4), (2, 6), (1, 5), (3, 7)),
+    )
 
 
 def test_uneven_nodes_need_a_size_for_nested_splits() -> None:

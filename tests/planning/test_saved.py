@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         r"'split3', but the plan's VirtualDevices " r"are \['replica', 'split2', 'split4'\]",
     ),
     "device size": (lambda data: data["devices"][1].update(size=3), r"groups of 3 of 4 ranks"),
-    "unknown module": (lambda data: data["cuts"][0].update(module="ffn.7"), r"cuts 'ffn.7', which the model has not"),
+    "unknown module": (lambda data: data["cuts"][0].update(module="ffn.7"), r"cuts 'ffn.7', which is not in the model"),
     "scope": (
         lambda data: data["taskgraphs"][-1]["annotations"][0].update(options=[["size", 4]]),
         r"'head' is under wh.split\(\) here " r"and under wh.split\(size=4\)",

@@ -120,7 +120,7 @@ def test_a_pattern_that_matches_nothing_gives_close_names():
 
 def test_an_invalid_expression():
     error = raises(Bert(), {"layer.(0": wh.split()})
-    assert "pattern 'layer.(0' is no regular expression: missing ), unterminated subpattern" in error.what
+    assert "pattern 'layer.(0' is not a regular expression: missing ), unterminated subpattern" in error.what
 
 
 @pytest.mark.parametrize("value", [wh.split, "split", None, (wh.replica(), wh.split), [wh.split()]])
@@ -129,9 +129,9 @@ def test_a_value_that_is_no_scope(value):
 
 
 def test_bad_arguments():
-    assert "inside has 3, which is no scope" in raises(Bert(), {"cls": wh.split()}, inside=3).what
+    assert "inside has 3, which is not a scope" in raises(Bert(), {"cls": wh.split()}, inside=3).what
     assert "no pattern was given" in raises(Bert(), {}, inside=wh.pipeline()).what
-    assert "pattern 3 is no regular expression" in raises(Bert(), {3: wh.split()}).what
+    assert "pattern 3 is not a regular expression" in raises(Bert(), {3: wh.split()}).what
     with pytest.raises(AnnotationError, match=r"first argument is dict, not an nn\.Module"):
         wh.annotate({"cls": wh.split()}, None)
 

@@ -16,7 +16,8 @@ from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset, default_collate
 
 import whale_torch as wh
-from tests.parity.layouts import batch, build, gradients, worst
+from tests.parity.layouts import batch, build, gradients
+from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.data import BatchSampler
 from whale_torch.errors import CheckpointError, LayoutError, PlanError
@@ -258,12 +259,12 @@ def epoch(
         loss.backward()
         one = F.cross_entropy(plain(x[rows]), y[rows])
         one.backward()
-        errors.append(worst(gradients(model), {name: p.grad for name, p in plain.named_parameters()}))
+        errors.append(relative_error(gradients(model), {name: p.grad for name, p in plain.named_parameters()}))
         mine.step(), theirs.step()
         if layout == "replica" and not padded:
             mean = wh.reduce(float(loss.detach()), weight=len(xs))
             errors.append(abs(mean - float(one.detach())))
-    return errors, worst(wh.full_state_dict(model), plain.state_dict()), fewest
+    return errors, relative_error(wh.full_state_dict(model), plain.state_dict()), fewest
 
 
 @pytest.mark.parametrize(

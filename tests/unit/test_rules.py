@@ -75,6 +75,32 @@ def test_cut_forces_the_role() -> None:
     }
 
 
+def test_cut_holds_for_the_model_itself() -> None:
+    assert cuts(nn.Linear(8, 10), cut="rows")[""].role == "rows"
+    assert cuts(nn.Linear(10, 8), cut="columns")[""].role == "columns"
+    assert cuts(nn.Linear(10, 8))[""].role == "rows"
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "said"),
+    [
+        (nn.Embedding(9, 6), {"cut": "rows"}, r"cut='rows'; what is cut: '0' \(Embedding by columns\)\."),
+        (nn.MultiheadAttention(8, 4), {"cut": "rows"}, r"cut='rows'; .*'0' \(MultiheadAttention by heads\)\."),
+        (nn.Conv2d(8, 8, 3, groups=4), {"cut": "columns"}, r"cut='columns'; .*'0' \(Conv2d by groups\)\."),
+        (nn.BatchNorm2d(8), {"cut": "rows"}, r"cut='rows'; .*'0' \(BatchNorm2d by channels\)\."),
+        (nn.Linear(10, 8), {"chunked_loss": True}, r"chunked_loss=True; .*'0' \(Linear by rows\)\."),
+        (nn.Linear(8, 10), {"chunked_loss": True, "cut": "rows"}, r"chunked_loss=True; .*'0' \(Linear by rows\)\."),
+        (nn.Conv2d(4, 8, 3), {"chunked_loss": True}, r"chunked_loss=True; .*'0' \(Conv2d by columns\)\."),
+        (nn.LayerNorm(8), {"cut": "rows"}, r"cut='rows'; what is cut: nothing\."),
+    ],
+)
+def test_an_option_that_nobody_follows(module: nn.Module, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(wh.PlanError, match=said) as caught:
+        cuts(nn.Sequential(module), **options)
+    assert caught.value.where and "test_rules.py:" in caught.value.where and caught.value.fix
+    cuts(nn.Sequential(module, nn.Linear(8, 10)), **{**options, "cut": "columns"})
+
+
 def test_an_embedding_by_features_and_by_words() -> None:
     assert cuts(nn.Sequential(nn.Embedding(9, 6)))["0"].shards == (("weight", Shard(1, (2, 2, 1, 1), (9, 6))),)
     model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9, bias=False))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from whale_torch import parallelize
 from whale_torch import scopes as wh
 from whale_torch.annotation import KINDS, annotations_of, effective_annotations
 from whale_torch.capture import open_scopes
@@ -192,7 +193,7 @@ def test_a_target_of_another_kind(target):
 
 
 def test_classes_that_cannot_be_decorated():
-    with pytest.raises(AnnotationError, match=r"wh.stage\(\) on class int, which is no nn.Module"):
+    with pytest.raises(AnnotationError, match=r"wh.stage\(\) on class int, which is not an nn.Module"):
         wh.stage(int)
     text = r"wh.split\(\) on torch's own class Linear would annotate every Linear there is"
     with pytest.raises(AnnotationError, match=text) as caught:
@@ -687,3 +688,24 @@ def test_a_task_that_outlives_the_scope_captures_nothing():
 
     outside, inside = asyncio.run(main())
     assert kinds(outside) == [] and kinds(inside) == ["split"]
+
+
+def test_a_parallelized_model_takes_no_annotation():
+    model = parallelize(nn.ModuleDict({"features": nn.Linear(4, 4), "head": nn.Linear(4, 8)}))
+    with pytest.raises(
+        AnnotationError, match=r"^wh\.split\(\) at .*: Linear belongs to a model that is parallelized already"
+    ) as caught:
+        wh.split(model["head"])
+    assert "test_scopes.py:" in caught.value.where and "before wh.parallelize" in caught.value.fix
+    with pytest.raises(AnnotationError, match="ModuleDict belongs to a model that is parallelized already"):
+        wh.replica(sync_batch_norm=True)(model)
+    with pytest.raises(AnnotationError, match="module 'head' belongs to a model that is parallelized already"):
+        wh.annotate(model, {"head": wh.split()})
+    with pytest.raises(AnnotationError, match="module 'inner' belongs to a model that is parallelized already"):
+        with wh.split():
+            nn.ModuleDict({"inner": model["features"]})
+    fresh = nn.Linear(4, 4)
+    with pytest.raises(AnnotationError, match=r"module 'old\.head' belongs"):
+        wh.annotate(nn.ModuleDict({"new": fresh, "old": model}), {"new|old.head": wh.split()})
+    assert not annotations_of(fresh) and not annotations_of(model["head"])
+    wh.split(copy.deepcopy(nn.Linear(4, 8)))

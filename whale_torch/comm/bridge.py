@@ -19,7 +19,7 @@ from whale_torch.comm.collectives import all_gather_rows, all_reduce, all_to_all
 from whale_torch.comm.region import Region
 from whale_torch.errors import LossError
 
-__all__ = ["ColumnsToRows", "Enter", "Leave", "MeanSeed", "OwnRows", "RowsToColumns", "first_order"]
+__all__ = ["ColumnsToRows", "Enter", "Leave", "OwnRows", "RowsToColumns", "first_order", "mean_of_seeds"]
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
@@ -202,19 +202,8 @@ class RowsToColumns(torch.autograd.Function):
         return (out * ctx.region.rows.size if ctx.region.rows.size > 1 else out), None, None, None
 
 
-class MeanSeed(torch.autograd.Function):
-    """A scalar that every rank of a group holds: backward, the mean of the ranks' gradients flows in."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
-        ctx.region = region
-        return x.view_as(x)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        region = ctx.region
-        if region.columns.size == 1:
-            return grad, None
-        seeds = gather_equal(grad.reshape(1), region.columns, name="seed of a loss")
-        return seeds.mean().reshape(grad.shape), None
+def mean_of_seeds(grad: torch.Tensor, region: Region) -> torch.Tensor:
+    """What flows into a scalar that every rank of a region holds: the mean of the ranks' gradients."""
+    if region.columns.size == 1:
+        return grad
+    return gather_equal(grad.reshape(1), region.columns, name="seed of a loss").mean().reshape(grad.shape)

@@ -44,9 +44,24 @@ def _run(group: Group, operation: str, call: Callable[[], Result]) -> Result:
         raise explain(group, operation, error) from error
 
 
-def _wait(group: Group, operation: str, work: dist.Work | None) -> None:
-    if work is not None:
-        _run(group, operation, work.wait)
+def _start_sum(x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work:
+    """torch.distributed.all_reduce without its checks, which cost as much as a small message."""
+    assert group.process_group is not None
+    options = dist.AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    return group.process_group.allreduce([x], options)
+
+
+def _start_all_to_all(
+    out: torch.Tensor, x: torch.Tensor, group: Group, received: Sequence[int] = (), sent: Sequence[int] = ()
+) -> dist.Work:
+    """torch.distributed.all_to_all_single without its checks; equal parts where no numbers of rows are given."""
+    assert group.process_group is not None
+    return group.process_group.alltoall_base(out, x, list(received), list(sent))
+
+
+def _wait(group: Group, operation: str, work: dist.Work) -> None:
+    _run(group, operation, work.wait)
 
 
 def all_reduce(
@@ -55,7 +70,7 @@ def all_reduce(
     """Reduces x in place over the group and returns it."""
     if group.size > 1:
         group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size, name)
-        _run(group, name, lambda: dist.all_reduce(x, op=op, group=group.process_group))
+        _run(group, name, lambda: _start_sum(x, group, op).wait())
     return x
 
 
@@ -64,7 +79,7 @@ def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce")
     if group.size == 1:
         return lambda: None
     group.count(2 * x.numel() * x.element_size() * (group.size - 1) / group.size, name)
-    work = _run(group, name, lambda: dist.all_reduce(x, group=group.process_group, async_op=True))
+    work = _run(group, name, lambda: _start_sum(x, group))
     return lambda: _wait(group, name, work)
 
 
@@ -99,8 +114,8 @@ def gather_equal(x: torch.Tensor, group: Group, *, name: str = "all-gather") -> 
     out = x.new_empty(group.size, *x.shape)
     group.count(x.numel() * x.element_size() * (group.size - 1), name)
     if x.numel() * x.element_size() * group.size <= _SMALL_BYTES and x.device.type == "cpu":
-        spread = x.reshape(1, -1).expand(group.size, -1).contiguous()
-        _run(group, name, lambda: dist.all_to_all_single(out.view(group.size, -1), spread, group=group.process_group))
+        spread = x.expand(group.size, *x.shape).contiguous()
+        _run(group, name, lambda: _start_all_to_all(out, spread, group).wait())
     else:
         _run(group, name, lambda: _all_gather(out.view(-1), x.view(-1), group=group.process_group))
     return out
@@ -150,7 +165,7 @@ def _start_spread(x: torch.Tensor, group: Group, name: str) -> Spread:
     out = x.new_empty(group.size, *x.shape)
     sent = x.expand_as(out).contiguous()
     group.count(x.numel() * x.element_size() * (group.size - 1), name)
-    work = _run(group, name, lambda: dist.all_to_all_single(out, sent, group=group.process_group, async_op=True))
+    work = _run(group, name, lambda: _start_all_to_all(out, sent, group))
     return Spread(out, lambda: _wait(group, name, work))
 
 
@@ -202,7 +217,7 @@ def all_to_all_rows(
     out = x.new_empty(sum(received), *x.shape[1:])
     row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else 0)
     group.count((sum(sent) - sent[group.index]) * row_bytes, name)
-    _run(group, name, lambda: dist.all_to_all_single(out, x, received, sent, group=group.process_group))
+    _run(group, name, lambda: _start_all_to_all(out, x, group, received, sent).wait())
     return out
 
 
@@ -223,6 +238,9 @@ def reduce_scatter_equal(x: torch.Tensor, group: Group, *, name: str = "reduce-s
     """The sum over the ranks of this rank's equal part of a flat x."""
     if group.size == 1:
         return x
+    if x.device.type == "cpu":  # gloo's own reduce-scatter takes several times as long
+        share = [x.numel() // group.size] * group.size
+        return all_to_all_rows(x, share, share, group, name=name).view(group.size, -1).sum(0)
     out = x.new_empty(x.numel() // group.size)
     group.count(x.numel() * x.element_size() * (group.size - 1) / group.size, name)
     _run(group, name, lambda: _reduce_scatter(out, x, group=group.process_group))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "Deferred",
     "Hold",
     "dropout",
+    "dtype_and_device",
     "plain",
     "register_function",
     "registered_function",
@@ -74,9 +75,20 @@ class ColumnsPlace:
         alike = mine == (other.counts, other.widths, other.lead, other.tail)
         return alike and self.region is other.region and self.call is other.call
 
+    def given_by(self, call: Call) -> ColumnsPlace:
+        """The place once a forward of the model gives the Columns to the user."""
+        return ColumnsPlace(self.region, self.counts, self.widths, self.lead, self.tail, call, self.applied)
+
     def agree(self, operation: str, detail: str = "") -> None:
         """Raises on every rank of the region where ranks are in different operations, or came by different numbers."""
-        self.region.agree(operation, self.mine, " ".join(filter(None, (*self.applied, detail))))
+        self.region.agree(operation, self.mine, self._told(detail))
+
+    def agree_with(self, operation: str, numbers: Sequence[int], detail: str) -> list[Sequence[int]]:
+        """As agree, with some numbers of this rank's feed: those of all feeds of the region."""
+        return self.region.agree_with(operation, numbers, self._told(detail))
+
+    def _told(self, detail: str) -> str:
+        return " ".join(filter(None, (*self.applied, detail)))
 
 
 class _Memory:
@@ -245,6 +257,12 @@ def plain(x: Tensor) -> Tensor:
         return x.deferred.make()
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
+
+
+def dtype_and_device(z: Columns) -> tuple[torch.dtype, torch.device]:
+    """Read without the detour over the subclass's rules; of the output to come where it was put off."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return z.dtype, z.device
 
 
 def _gathered(value: Any, name: str) -> Any:

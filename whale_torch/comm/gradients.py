@@ -26,7 +26,7 @@ class GradientReducer(Protocol):
         """A backward begins."""
 
     def launch(self, *, void: bool) -> None:
-        """What has not left leaves: backward is through, or has failed, and then it is marked as void."""
+        """Sends what has not been sent: backward is through, or has failed, and then it is marked as void."""
 
     def land(self, *, void: bool) -> bool:
         """Waits for what is under way; whether a rank has marked it as void."""

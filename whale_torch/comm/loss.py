@@ -14,15 +14,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from whale_torch import ops
-from whale_torch.comm.bridge import MeanSeed, first_order, gather_feeds, own_feed
+from whale_torch.comm.bridge import first_order, gather_feeds, mean_of_seeds, own_feed
 from whale_torch.comm.call import Anchor, Call, deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
-from whale_torch.comm.columns import Columns, ColumnsPlace, plain, register_function, user_site
+from whale_torch.comm.columns import Columns, ColumnsPlace, dtype_and_device, plain, register_function, user_site
 from whale_torch.comm.loss_counts import LossCounts
-from whale_torch.comm.region import Region
+from whale_torch.comm.loss_watch import Loss, watch
+from whale_torch.comm.region import MOST_NUMBERS, Region
 from whale_torch.errors import LossError
 from whale_torch.mesh import Group
 from whale_torch.ops.precision import autocast_dtype
@@ -36,9 +36,16 @@ class _Rows:
     target: class of each row, -1 where the row is ignored. hard, soft, smooth: what the target's logit, the log-sum-exp
     and the (weighted) sum of all logits are multiplied by; 0 where the row is ignored, NaN where its label is no class
     (off the CPU: then the loss is NaN, and every gradient). denominator: of the mean.
+    plain: every row counts, and counts the same.
     """
 
     def __init__(self, target: Tensor, options: _Options, num_classes: int, dtype: torch.dtype):
+        self.plain = _all_count(target, options, num_classes)
+        if self.plain:
+            self.target, self.smooth = target, None
+            self.hard = self.soft = torch.ones(target.shape, dtype=dtype, device=target.device)
+            self.denominator: Tensor | float = float(target.numel())
+            return
         keep = target != options.ignore_index
         wrong = _wrong(target, keep, num_classes)
         self.target = target.masked_fill(~keep, -1)
@@ -55,6 +62,13 @@ class _Rows:
         self.hard = weight * (1 - smoothing)
         self.soft = self.hard if self.smooth is None else self.hard + self.smooth * weight_sum
         self.denominator = weight.sum()
+
+    def weigh(self, lse: Tensor, target_logit: Tensor, smooth_sum: Tensor | None) -> Tensor:
+        """The loss of each row; 0 of an ignored one, also where its logits are infinite."""
+        losses = self.soft * lse - self.hard * target_logit
+        if self.smooth is not None and smooth_sum is not None:
+            losses = losses - self.smooth * smooth_sum
+        return torch.where(self.target < 0, 0.0, losses)
 
 
 class _Options(NamedTuple):
@@ -90,11 +104,8 @@ class _Problem:
     def finish(self, stats: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
         """Each rank's statistics [4, rows] -> log-sum-exp of all rows and the reduced loss."""
         region, rows = self.place.region, self.rows
-        lse, target_logit, smooth_sum = _combine(stats, region)
-        losses = rows.soft * lse - rows.hard * target_logit
-        if rows.smooth is not None:
-            losses = losses - rows.smooth * smooth_sum
-        losses = torch.where(rows.target < 0, 0.0, losses)
+        lse, target_logit, smooth_sum = _combine(stats, region, smooth=rows.smooth is not None)
+        losses = lse - target_logit if rows.plain else rows.weigh(lse, target_logit, smooth_sum)
         if self.reduction == "none":
             return lse, own_feed(losses, self.place.counts, region).clone()
         if self.reduction == "sum":
@@ -107,15 +118,19 @@ class _Problem:
     def coefficients(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Gradient of the reduced loss -> that of each row, in the region's running scale, times soft, hard, smooth."""
         region, rows = self.place.region, self.rows
+        if self.reduction != "none":
+            grad = mean_of_seeds(grad, region)
         if self.reduction == "none":
             per_row = gather_feeds(grad.contiguous(), self.place.counts, region, "cross_entropy's backward")
             per_row = per_row / region.rows.size
         elif self.divisor is None:
             per_row = grad * self.sum_scale
         else:
-            divisor = self.divisor()
-            per_row = torch.where(divisor == 0, 0.0, grad / divisor).to(grad.dtype)
-        return per_row * rows.soft, per_row * rows.hard, None if rows.smooth is None else per_row * rows.smooth
+            per_row = _divided(grad, self.divisor())
+        soft = per_row * rows.soft
+        if rows.plain:
+            return soft, soft, None
+        return soft, per_row * rows.hard, None if rows.smooth is None else per_row * rows.smooth
 
 
 class _ShardedCrossEntropy(torch.autograd.Function):
@@ -176,30 +191,36 @@ CHUNK = 4096
 """Columns of one chunk of the chunked loss."""
 
 
-def _combine(stats: Tensor, region: Region) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(stats: Tensor, region: Region, *, smooth: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """log-sum-exp, target logit and weighted sum over all columns, from each rank's [4, rows]."""
-    if region.columns.size == 1:
-        return stats[0] + stats[1].log(), stats[2], stats[3]
     parts = gather_equal(stats, region.columns, name="cross_entropy statistics")
-    top = parts[:, 0].max(0).values
-    scale = torch.where(parts[:, 0] == -torch.inf, 0.0, (parts[:, 0] - top).exp())
-    return top + (parts[:, 1] * scale).sum(0).log(), parts[:, 2].sum(0), parts[:, 3].sum(0)
+    lse = (parts[:, 0] + parts[:, 1].log()).logsumexp(0)
+    return lse, parts[:, 2].sum(0), parts[:, 3].sum(0) if smooth else None
 
 
 class _Divisor:
     """What a mean's gradient is divided by: the mean of the ranks' counts of labels, times `share`, by which the
     gradient of the model's output will be multiplied. The counts travel while the model runs."""
 
-    def __init__(self, mine: Tensor, copies: Group, share: Callable[[], float]):
-        self._sum = mine.detach().to(torch.float64).reshape(1).clone()
-        self._wait = all_reduce_async(self._sum, copies, name="count of labels")
-        self._size, self._share, self._waited = copies.size, share, False
+    def __init__(self, mine: Tensor | float, copies: Group, share: Callable[[], float]):
+        self._sum, self._share, self._size = mine, share, copies.size
+        self._wait: Callable[[], None] | None = None
+        if copies.size > 1:
+            self._sum = torch.as_tensor(mine).detach().to(torch.float64).clone()
+            self._wait = all_reduce_async(self._sum, copies, name="count of labels")
 
-    def __call__(self) -> Tensor:
-        if not self._waited:
+    def __call__(self) -> Tensor | float:
+        if self._wait is not None:
             self._wait()
-            self._waited = True
-        return self._sum[0] * (self._share() / self._size)
+            self._wait = None
+        return self._sum * (self._share() / self._size)
+
+
+def _divided(x: Tensor, by: Tensor | float) -> Tensor:
+    """x / by, and 0 where there is nothing to divide by."""
+    if isinstance(by, float):
+        return x / by if by else torch.zeros_like(x)
+    return torch.where(by == 0, 0.0, x / by).to(x.dtype)
 
 
 def cross_entropy(
@@ -220,17 +241,19 @@ def cross_entropy(
     loss and its gradients are NaN instead, so that nobody waits for the device.
     """
     if not _runs_across(z, target, size_average, reduce, reduction):
-        rows = z.implicit_rows("cross_entropy")
-        return F.cross_entropy(rows, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        gathered = z.implicit_rows("cross_entropy")
+        return F.cross_entropy(gathered, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     place, num_classes = _flat(z.place), sum(z.place.widths)
     options = _Options(weight, ignore_index, reduction, label_smoothing)
     _check_options(options, num_classes)
-    detail = f"{z.dtype} {reduction} ignore_index={ignore_index} label_smoothing={label_smoothing} {weight is not None}"
-    place.agree("cross_entropy", detail)
-    targets = gather_feeds(target.reshape(-1).long(), place.counts, place.region, "cross_entropy labels")
-    _check_targets(targets, ignore_index, num_classes)
-    dtype = torch.float64 if z.dtype == torch.float64 else torch.float32
-    problem = _Problem(place, _Rows(targets, options, num_classes, dtype), options, dtype)
+    z_dtype, device = dtype_and_device(z)
+    detail = f"{z_dtype} {reduction} ignore_index={ignore_index} label_smoothing={label_smoothing} {weight is not None}"
+    targets = _targets_of_all(target.reshape(-1).long(), place, detail)
+    dtype = torch.float64 if z_dtype == torch.float64 else torch.float32
+    rows = _Rows(targets, options, num_classes, dtype)
+    if not rows.plain:
+        _check_targets(targets, ignore_index, num_classes)
+    problem = _Problem(place, rows, options, dtype)
     if z.deferred is not None and not z.deferred.made:
         out: Tensor = _ChunkedCrossEntropy.apply(*z.deferred.inputs, problem)  # type: ignore[no-untyped-call]
     elif not z.place.tail:
@@ -238,12 +261,22 @@ def cross_entropy(
     else:
         flat = z.local.flatten(2).movedim(1, 2).flatten(0, 1)
         out = _ShardedCrossEntropy.apply(flat, problem, lambda: False)  # type: ignore[no-untyped-call]
-    if reduction != "none":
-        out = MeanSeed.apply(out, place.region)  # type: ignore[no-untyped-call]
     if place.call is not None:
         out = deliver(out, place.call, weigh=reduction == "none")
     out = out.reshape(target.shape) if reduction == "none" else out
-    return out if autocast_dtype(z.device) else out.to(z.dtype)
+    return out if out.dtype is z_dtype or autocast_dtype(device) else out.to(z_dtype)
+
+
+def _targets_of_all(mine: Tensor, place: ColumnsPlace, detail: str) -> Tensor:
+    """The feed's class numbers -> those of the region's feeds; few of them travel with what the ranks agree on."""
+    region, counts = place.region, place.counts
+    if region.rows.size > 1 and region.on_host and max(counts) <= MOST_NUMBERS:
+        numbers = [0] * mine.numel() if mine.is_meta else mine.tolist()
+        rows = place.agree_with("cross_entropy", numbers, detail)
+        labels = [label for row, count in zip(rows, counts, strict=True) for label in row[:count]]
+        return torch.tensor(labels, dtype=torch.int64, device=mine.device)
+    place.agree("cross_entropy", detail)
+    return gather_feeds(mine, counts, region, "cross_entropy labels")
 
 
 def _runs_across(z: Columns, target: Tensor, size_average: Any, reduce: Any, reduction: str) -> bool:
@@ -257,6 +290,8 @@ def _runs_across(z: Columns, target: Tensor, size_average: Any, reduce: Any, red
 
 def _flat(place: ColumnsPlace) -> ColumnsPlace:
     """The place of the same logits with one row for each pixel behind the columns."""
+    if not place.tail:
+        return place
     pixels = torch.Size(place.tail).numel()
     counts = tuple(count * pixels for count in place.counts)
     return replace(place, counts=counts, lead=(place.mine * pixels,), tail=())
@@ -271,6 +306,15 @@ def _check_options(options: _Options, num_classes: int) -> None:
         )
     if not 0.0 <= smoothing <= 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {smoothing:g}")
+
+
+def _all_count(target: Tensor, options: _Options, num_classes: int) -> bool:
+    """Whether no row is ignored and none weighs more; said only where the answer needs no waiting for a device."""
+    if options.weight is not None or options.label_smoothing or target.device.type != "cpu" or not target.numel():
+        return False
+    low, high = torch.aminmax(target)
+    ignored = options.ignore_index
+    return int(low) >= 0 and int(high) < num_classes and not int(low) <= ignored <= int(high)
 
 
 def _check_targets(targets: Tensor, ignore_index: int, num_classes: int) -> None:
@@ -317,7 +361,7 @@ _latest: WeakKeyDictionary[Anchor, LossCounts] = WeakKeyDictionary()
 """Of each model, by its anchor: the losses of its last forward."""
 
 
-class TrueMeanLoss(TorchFunctionMode):
+class TrueMeanLoss:
     """While the model's forward runs: a mean over ignored or weighted labels gets the gradient of the global mean.
 
     The value stays the rank's own mean. Loss functions on Columns do this themselves. Every rank enters it, also one
@@ -325,12 +369,14 @@ class TrueMeanLoss(TorchFunctionMode):
     """
 
     def __init__(self, call: Call, copies: Group):
-        super().__init__()
-        self._call = call
+        self._call, self._watch = call, watch(self._true_mean)
         self._counts = LossCounts(copies, call.anchor.zero.device, _latest.get(call.anchor))
 
+    def __enter__(self) -> None:
+        self._watch.__enter__()
+
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]
+        self._watch.__exit__(kind, *rest)
         if kind is None:
             self.finish()
 
@@ -340,38 +386,16 @@ class TrueMeanLoss(TorchFunctionMode):
         _latest[self._call.anchor] = self._counts
         self._call.before_backward = self._counts.settle
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is F.cross_entropy or func is F.nll_loss:
-            return self._true_mean(out, *args, **(kwargs or {}))
-        return out
-
-    def _true_mean(
-        self,
-        out: Tensor,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Tensor:
-        mean = reduction == "mean" and size_average in (None, True) and reduce in (None, True)
-        if not mean or target.is_floating_point() or not out.requires_grad:
-            return out
-        if isinstance(input, Columns) and _runs_across(input, target, size_average, reduce, reduction):
-            return out
-        keep = target != ignore_index
-        mine = keep.sum() if weight is None else (weight.to(torch.float64)[target.masked_fill(~keep, 0)] * keep).sum()
+    def _true_mean(self, out: Tensor, loss: Loss) -> Tensor:
+        keep = loss.target != loss.ignore_index
+        if loss.weight is None:
+            mine = keep.sum()
+        else:
+            mine = (loss.weight.to(torch.float64)[loss.target.masked_fill(~keep, 0)] * keep).sum()
         number, call, counts = self._counts.add(mine, user_site()), self._call, self._counts
 
         def factor() -> Tensor:
-            by = counts.mean(number) * call.weight()
-            return torch.where(by == 0, torch.zeros_like(by), mine / by)
+            return _divided(mine.to(torch.float64), counts.mean(number) * call.weight())
 
         scaled: Tensor = _ScaleBackward.apply(out, factor)  # type: ignore[no-untyped-call]
         return scaled

@@ -106,7 +106,7 @@ class Reducer:
             bucket.missing = len(bucket.pieces)
 
     def launch(self, *, void: bool = False) -> None:
-        """What has not left leaves: backward is through, or has failed, and then it is marked as void."""
+        """Sends what has not been sent: backward is through, or has failed, and then it is marked as void."""
         while self._next < len(self.buckets):
             self._launch(void=void)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,15 @@ from whale_torch.mesh import Group
 if TYPE_CHECKING:
     from whale_torch.comm.call import Call
 
-__all__ = ["CompileError", "Region", "refuse_compile"]
+__all__ = ["MOST_NUMBERS", "CompileError", "Region", "refuse_compile"]
 
 _COUNT_BITS = 40
 _TEXT_BYTES = 96
-_HEADER_NUMBERS = 8
+_HEADER_NUMBERS = 64
 _REMEMBERED = 3
+
+MOST_NUMBERS = _HEADER_NUMBERS - 2
+"""Whole numbers of a rank that travel with what the ranks agree on."""
 
 
 class Region:
@@ -29,7 +33,7 @@ class Region:
     columns: the S ranks that hold the S shards. rows: those of them with distinct feeds, at this rank's place.
     twins: those of them fed the same rows. copies: the ranks that hold the same shard.
     headers: the ranks of `columns` again, on a channel of their own: what they agree on is never mixed up with data.
-    label: how messages name it. strict: an implicit gather is an error.
+    label: how messages name it. strict: an implicit gather is an error. on_host: reading a value waits for no device.
     """
 
     def __init__(
@@ -42,8 +46,9 @@ class Region:
         *,
         headers: Group | None = None,
         strict: bool = False,
+        on_host: bool = True,
     ):
-        self.label, self.strict = label, strict
+        self.label, self.strict, self.on_host = label, strict, on_host
         self.columns, self.rows, self.twins, self.copies = columns, rows, twins, copies
         self.headers = headers or columns
         self.row_positions = tuple(columns.ranks.index(rank) for rank in rows.ranks)
@@ -54,7 +59,7 @@ class Region:
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         """A copied model has its own memory of what it gathered, on the same ranks."""
         groups = (self.columns, self.rows, self.twins, self.copies)
-        return Region(self.label, *groups, headers=self.headers, strict=self.strict)
+        return Region(self.label, *groups, headers=self.headers, strict=self.strict, on_host=self.on_host)
 
     def positions_of_twin(self, index: int) -> tuple[int, ...]:
         """Places in `columns` of the ranks that the `index`-th twin exchanges rows with."""
@@ -74,20 +79,31 @@ class Region:
         """
         if self.headers.size == 1:
             return (count,)
-        table = self._exchange(operation, (count, zlib.crc32(detail.encode())))
+        return tuple(row[0] for row in self._agree(operation, count, detail, fix))
+
+    def agree_with(self, operation: str, numbers: Sequence[int], detail: str) -> list[Sequence[int]]:
+        """As agree, with at most MOST_NUMBERS numbers of each feed: those of all feeds, with zeros behind them."""
+        if self.headers.size == 1:
+            return [numbers]
+        return [row[2:] for row in self._agree(operation, len(numbers), detail, "", numbers)]
+
+    def _agree(
+        self, operation: str, count: int, detail: str, fix: str, numbers: Sequence[int] = ()
+    ) -> list[tuple[int, ...]]:
+        table = self._exchange(operation, (count, zlib.crc32(detail.encode()), *numbers))
         if any(row[1] != table[0][1] for row in table):
             self._different_details(operation, detail, fix)
-        return tuple(table[p][0] for p in self.row_positions)
+        return [table[p] for p in self.row_positions]
 
     def meet(self, operation: str, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The numbers of every feed of the region, up to 8 of them and the first below 2^40.
+        """The numbers of every feed of the region, up to 64 of them and the first below 2^40.
 
         Raises CommError naming both operations, on every rank, before any other data moves.
         """
         if self.headers.size == 1:
             return [numbers]
         table = self._exchange(operation, numbers)
-        return [table[p] for p in self.row_positions]
+        return [table[p][: len(numbers)] for p in self.row_positions]
 
     def _exchange(self, operation: str, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Every rank's numbers: a header of one size, whatever the operation, that also tells which one it is."""
@@ -99,7 +115,7 @@ class Region:
         table = gather_equal(header, group, name=operation).tolist()
         if any(row[0] >> _COUNT_BITS != tag for row in table):
             self._different_operations(operation)
-        return [(row[0] & ((1 << _COUNT_BITS) - 1), *row[1 : len(numbers)]) for row in table]
+        return [(row[0] & ((1 << _COUNT_BITS) - 1), *row[1:]) for row in table]
 
     def check_equal(self, value: tuple[int, ...], what: str, fix: str) -> None:
         """Compares a small tuple over the region's ranks. Raises LayoutError naming both values, on every rank."""

@@ -28,8 +28,8 @@ def clip_grad_norm_(
     parameters: a model or parameters of one, the same on every rank. norm_type: p > 0, "inf" for the largest entry.
     foreach: as in torch. Returns the norm before scaling, equal on every rank. On parameters of no parallelized model
     it is torch.nn.utils.clip_grad_norm_.
-    Raises LossError, on every rank, if asked to and the norm is not finite; PlanError for a norm_type that is no norm,
-    and for parameters of which only some belong to a parallelized model.
+    Raises LossError, on every rank, if asked to and the norm is not finite; PlanError for a norm_type that is not a
+    norm, and for parameters of which only some belong to a parallelized model.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

@@ -21,7 +21,8 @@ from whale_torch.planning.rules import Cut
 __all__ = ["DEFAULT_ROWS", "all_reduce_bytes", "estimate", "gradient_traffic", "may_call_losses", "price", "shards_of"]
 
 DEFAULT_ROWS = 32
-_HEADER_BYTES = 64
+_HEADER_BYTES = 512
+_LABELS_IN_A_HEADER = 62
 _COUNT_BYTES = 40
 _LOSS_BYTES = 72
 _ID_BYTES = 8
@@ -177,5 +178,6 @@ def _moved(cut: Cut, device: VirtualDevice, rows: int, *, read_before: bool, end
         found.append(("rows out", complete(leaves)))
     if ends:
         statistics = 4 * 4.0 * rows * feeds * (size - 1)
-        found.append(("cross entropy", header + _ID_BYTES * rows * (feeds - 1) + statistics + 4 * (size - 1)))
+        labels = _ID_BYTES * rows * (feeds - 1) if rows > _LABELS_IN_A_HEADER else 0
+        found.append(("cross entropy", header + labels + statistics + 4 * (size - 1)))
     return found

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 from whale_torch.planning.cost import price, shards_of
-from whale_torch.planning.gradients import two_levels_fit
-from whale_torch.planning.placement import VirtualDevice
-from whale_torch.planning.plan import Plan
+from whale_torch.planning.layout import Shard
+from whale_torch.planning.plan import Plan, Reduce
 from whale_torch.planning.rules import Cut
 from whale_torch.planning.taskgraph import TaskGraph, group_modules
 
@@ -37,9 +34,10 @@ def check_fit(plan: Plan, model: nn.Module, cluster: Cluster, default: tuple[Ann
     _check_parameters(plan, model)
     _check_scopes(plan, model, default)
     _check_devices(plan)
-    for cut in plan.cuts:
-        _check_cut(cut, plan, model)
-    _check_reduces(plan, model)
+    _check_cuts(plan, model)
+    for reduce in plan.reduces:
+        _check_reduce(reduce, plan)
+    _check_averages(plan, model)
     return price(plan, model)
 
 
@@ -111,79 +109,83 @@ def _check_devices(plan: Plan) -> None:
             )
 
 
-def _check_cut(cut: Cut, plan: Plan, model: nn.Module) -> None:
+def _check_cuts(plan: Plan, model: nn.Module) -> None:
     shapes = dict(plan.parameters)
     modules = dict(model.named_modules(remove_duplicate=False))
-    if cut.module not in modules:
-        raise PlanError(f"the plan cuts '{cut.module}', which the model has not.", fix=_ANEW)
-    graph = plan.taskgraph_of(cut.module)
-    device: VirtualDevice = plan.device(graph.device)
-    if len(cut.widths) != device.size:
-        raise _refused(
-            cut, f"{len(cut.widths)} widths for {device.size} ranks", f"give {device.size} widths, one a rank"
-        )
     first = {id(p): name for name, p in model.named_parameters()}
-    for key, shard in cut.shards:
-        owner, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
-        parameter: Any = modules[owner]._parameters.get(attribute) if owner in modules else None
-        shape = None if parameter is None else shapes.get(first[id(parameter)])
-        if shape != shard.shape:
+    for cut in plan.cuts:
+        if cut.module not in modules:
+            raise PlanError(f"the plan cuts '{cut.module}', which is not in the model.", fix=_ANEW)
+        num_ranks = plan.device(plan.taskgraph_of(cut.module).device).size
+        if len(cut.widths) != num_ranks:
             raise _refused(
-                cut, f"'{key}' is {list(shard.shape)} in the cut and {list(shape or ())} in the model", _ANEW
+                cut, f"{len(cut.widths)} widths for {num_ranks} ranks", f"give {num_ranks} widths, one a rank"
             )
-        if shard.widths != cut.widths:
-            raise _refused(
-                cut,
-                f"its widths are {list(cut.widths)}, but those of '{key}' are {list(shard.widths)}",
-                "edit all widths of a module alike",
-            )
-        if min(shard.widths) < 0:
-            raise _refused(cut, f"widths {list(shard.widths)} of '{key}'", "a width is 0 or more")
+        for key, shard in cut.shards:
+            owner, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
+            parameter = modules[owner]._parameters.get(attribute) if owner in modules else None
+            shape = None if parameter is None else shapes.get(first[id(parameter)])
+            _check_shard(cut, key, shard, shape)
+
+
+def _check_shard(cut: Cut, key: str, shard: Shard, shape: tuple[int, ...] | None) -> None:
+    """shape: of the model's parameter, None where it has no such parameter."""
+    if shape != shard.shape:
+        raise _refused(cut, f"'{key}' is {list(shard.shape)} in the cut and {list(shape or ())} in the model", _ANEW)
+    if shard.widths != cut.widths:
+        raise _refused(
+            cut,
+            f"its widths are {list(cut.widths)}, but those of '{key}' are {list(shard.widths)}",
+            "edit all widths of a module alike",
+        )
+    if min(shard.widths) < 0:
+        raise _refused(cut, f"widths {list(shard.widths)} of '{key}'", "a width is 0 or more")
 
 
 def _refused(cut: Cut, what: str, fix: str) -> PlanError:
     return PlanError(f"the plan's cut of '{cut.module}' cannot be carried out: {what}.", fix=fix)
 
 
-def _check_reduces(plan: Plan, model: nn.Module) -> None:
-    """Every parameter that several ranks hold, could_train or not, is averaged once, over the ranks that hold it."""
+def _check_reduce(reduce: Reduce, plan: Plan) -> None:
+    """Whether one all-reduce can be run as it is described."""
+    devices = {device.name: device for device in plan.devices}
+    if reduce.device not in devices:
+        raise PlanError(
+            f"gradients are averaged on '{reduce.device}', but the plan's VirtualDevices are {list(devices)}.",
+            fix=_ANEW,
+        )
+    if reduce.algorithm not in ("flat", "hierarchical"):
+        raise PlanError(
+            f"the plan's all-reduce algorithm is {reduce.algorithm!r}.", fix='it is "flat" or "hierarchical"'
+        )
+    if reduce.algorithm == "hierarchical" and plan.cluster.levels_of(devices[reduce.device].copies) is None:
+        raise PlanError(
+            f"the plan averages gradients on '{reduce.device}' hierarchically, but on {plan.cluster} their copies do "
+            "not sit on several nodes, several and equally many on each.",
+            fix='set its algorithm to "flat"',
+        )
+    if reduce.wire is not None and reduce.wire not in _WIRES:
+        raise PlanError(
+            f"the plan's gradients travel in {reduce.wire!r}.", fix=f"it is null or one of {', '.join(_WIRES)}"
+        )
+    if not (_positive(reduce.bucket_bytes) and _positive(reduce.max_in_flight)):
+        raise PlanError(
+            f"the plan's gradient buckets are {reduce.bucket_bytes!r} bytes, {reduce.max_in_flight!r} in flight.",
+            fix="both are positive whole numbers",
+        )
+
+
+def _check_averages(plan: Plan, model: nn.Module) -> None:
+    """Every parameter that several ranks hold and that could train is averaged once, over the ranks that hold it."""
     could_train = {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
     shards = shards_of(plan, model)
-    devices = {device.name: device for device in plan.devices}
-    wanted = {}
+    wanted: dict[str, str] = {}
     for name in could_train:
-        device = (
-            plan.device(plan.taskgraph_of(name.rpartition(".")[0]).device) if name in shards else devices["replica"]
-        )
-        if device.num_copies > 1:
-            wanted[name] = device.name
+        holder = plan.taskgraph_of(name.rpartition(".")[0]).device if name in shards else "replica"
+        if plan.device(holder).num_copies > 1:
+            wanted[name] = holder
     found: dict[str, str] = {}
     for reduce in plan.reduces:
-        if reduce.device not in devices:
-            raise PlanError(
-                f"gradients are averaged on '{reduce.device}', but the plan's VirtualDevices are {list(devices)}.",
-                fix=_ANEW,
-            )
-        if reduce.algorithm not in ("flat", "hierarchical"):
-            raise PlanError(
-                f"the plan's all-reduce algorithm is {reduce.algorithm!r}.", fix='it is "flat" or "hierarchical"'
-            )
-        if reduce.algorithm == "hierarchical" and not two_levels_fit(devices[reduce.device], plan.cluster):
-            raise PlanError(
-                f"the plan averages gradients on '{reduce.device}' hierarchically, "
-                f"but on {plan.cluster} their copies do not sit "
-                "on several nodes, several and equally many on each.",
-                fix='set its algorithm to "flat"',
-            )
-        if reduce.wire is not None and reduce.wire not in _WIRES:
-            raise PlanError(
-                f"the plan's gradients travel in {reduce.wire!r}.", fix=f"it is null or one of {', '.join(_WIRES)}"
-            )
-        if not (_positive(reduce.bucket_bytes) and _positive(reduce.max_in_flight)):
-            raise PlanError(
-                f"the plan's gradient buckets are {reduce.bucket_bytes!r} bytes, {reduce.max_in_flight!r} in flight.",
-                fix="both are positive whole numbers",
-            )
         dtypes = {could_train[name].dtype for name in reduce.parameters if name in could_train}
         if len(dtypes) > 1:
             raise PlanError(
@@ -193,12 +195,11 @@ def _check_reduces(plan: Plan, model: nn.Module) -> None:
             if name in found:
                 raise PlanError(f"the gradient of '{name}' is averaged twice in the plan.", fix=_ANEW)
             found[name] = reduce.device
-    wrong = [name for name in {**wanted, **found} if wanted.get(name) != found.get(name)]
-    if wrong:
-        name = wrong[0]
+    wrong = next((name for name in {**wanted, **found} if wanted.get(name) != found.get(name)), None)
+    if wrong is not None:
         raise PlanError(
-            f"the gradient of '{name}' is averaged on {found.get(name, 'no ranks')} in the "
-            f"plan and has to be on {wanted.get(name, 'no ranks')}.",
+            f"the gradient of '{wrong}' is averaged on {found.get(wrong, 'no ranks')} in the "
+            f"plan and has to be on {wanted.get(wrong, 'no ranks')}.",
             fix=_ANEW,
         )
 

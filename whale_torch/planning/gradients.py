@@ -15,7 +15,7 @@ from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Reduce
 from whale_torch.planning.taskgraph import TaskGraph
 
-__all__ = ["local_numel", "plan_reduces", "two_levels_fit"]
+__all__ = ["local_numel", "plan_reduces"]
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 DEFAULT_MAX_IN_FLIGHT = 8
@@ -41,7 +41,7 @@ def plan_reduces(
 
     owner: TaskGraph of each parameter. Raises PlanError where a hierarchical all-reduce is asked for and cannot be.
     """
-    fits = {name: two_levels_fit(device, cluster) for name, device in devices.items()}
+    fits = {name: cluster.levels_of(device.copies) is not None for name, device in devices.items()}
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, parameter in parameters.items():
         graph = graphs[owner[name]]
@@ -63,18 +63,6 @@ def plan_reduces(
         Reduce(device, wire, algorithm, bucket_bytes, in_flight, tuple(names))
         for (device, wire, algorithm, bucket_bytes, in_flight, _), names in groups.items()
     )
-
-
-def two_levels_fit(device: VirtualDevice, cluster: Cluster) -> bool:
-    """Whether the copies of each part sit on several nodes, several and equally many on each."""
-    nodes = cluster.nodes
-    for block in device.copies:
-        counts: dict[int, int] = {}
-        for rank in block:
-            counts[nodes[rank]] = counts.get(nodes[rank], 0) + 1
-        if len(counts) < 2 or len(set(counts.values())) > 1 or min(counts.values()) < 2:
-            return False
-    return True
 
 
 def _algorithm(graph: TaskGraph, device: VirtualDevice, fits: bool, cluster: Cluster) -> str:

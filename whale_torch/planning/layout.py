@@ -69,15 +69,7 @@ class Shard:
             list(part.split(self.widths[index] * self.unit, self.dim)) if self.widths[index] else [part] * self.blocks
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "dim": self.dim,
-            "widths": list(self.widths),
-            "shape": list(self.shape),
-            "blocks": self.blocks,
-            "unit": self.unit,
-        }
-
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Shard:
-        return Shard(data["dim"], tuple(data["widths"]), tuple(data["shape"]), data["blocks"], data["unit"])
+    def from_dict(data: dict[str, Any]) -> Shard:
+        """A shard from what dataclasses.asdict gave."""
+        return Shard(**{**data, "widths": tuple(data["widths"]), "shape": tuple(data["shape"])})

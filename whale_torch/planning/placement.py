@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["Blocks", "VirtualDevice"]
+from whale_torch.cluster import Blocks
 
-Blocks = tuple[tuple[int, ...], ...]
+__all__ = ["Blocks", "VirtualDevice"]
 
 
 @lru_cache(maxsize=256)

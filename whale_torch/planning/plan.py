@@ -133,11 +133,11 @@ class Plan:
         return json.dumps(
             {
                 "format": _FORMAT,
-                "cluster": self.cluster.to_json(),
+                "cluster": self.cluster.to_dict(),
                 "feed_size": self.feed_size,
-                "taskgraphs": [_graph_to_json(graph) for graph in self.taskgraphs],
+                "taskgraphs": [_graph_to_dict(graph) for graph in self.taskgraphs],
                 "devices": [asdict(device) for device in self.devices],
-                "cuts": [cut.to_json() for cut in self.cuts],
+                "cuts": [cut.to_dict() for cut in self.cuts],
                 "reduces": [asdict(reduce) for reduce in self.reduces],
                 "traffic": [asdict(traffic) for traffic in self.traffic],
                 "parameters": [[name, list(shape)] for name, shape in self.parameters],
@@ -153,7 +153,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Reads to_json's text. Raises PlanError where it is no plan of this version."""
+        """Reads to_json's text. Raises PlanError where it is not a plan of this version."""
         try:
             data = json.loads(text)
             if data["format"] != _FORMAT:
@@ -162,11 +162,11 @@ class Plan:
                     fix="make it again with wh.plan(model)",
                 )
             return Plan(
-                cluster=Cluster.from_json(data["cluster"]),
+                cluster=Cluster.from_dict(data["cluster"]),
                 feed_size=data["feed_size"],
-                taskgraphs=tuple(_graph_from_json(graph) for graph in data["taskgraphs"]),
+                taskgraphs=tuple(_graph_from_dict(graph) for graph in data["taskgraphs"]),
                 devices=tuple(VirtualDevice(**device) for device in data["devices"]),
-                cuts=tuple(_cut_from_json(cut) for cut in data["cuts"]),
+                cuts=tuple(_cut_from_dict(cut) for cut in data["cuts"]),
                 reduces=tuple(
                     Reduce(**{**reduce, "parameters": tuple(reduce["parameters"])}) for reduce in data["reduces"]
                 ),
@@ -181,7 +181,7 @@ class Plan:
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise PlanError(
-                f"this is no saved plan: {type(error).__name__}: {error}", fix="write it with plan.save(path)"
+                f"this is not a saved plan: {type(error).__name__}: {error}", fix="write it with plan.save(path)"
             ) from error
 
     def save(self, path: str | Path) -> None:
@@ -197,9 +197,9 @@ class Plan:
         return render(self)
 
 
-def _cut_from_json(data: dict[str, Any]) -> Cut:
+def _cut_from_dict(data: dict[str, Any]) -> Cut:
     try:
-        return Cut.from_json(data)
+        return Cut.from_dict(data)
     except AssertionError as error:
         raise PlanError(
             f"the plan's cut of '{data['module']}' cannot be carried out: {error}.",
@@ -207,7 +207,7 @@ def _cut_from_json(data: dict[str, Any]) -> Cut:
         ) from error
 
 
-def _graph_to_json(graph: TaskGraph) -> dict[str, Any]:
+def _graph_to_dict(graph: TaskGraph) -> dict[str, Any]:
     annotations = [
         {"kind": a.kind, "options": [[k, _option_to_json(v)] for k, v in a.options], "site": a.site, "entry": a.entry}
         for a in graph.annotations
@@ -215,7 +215,7 @@ def _graph_to_json(graph: TaskGraph) -> dict[str, Any]:
     return asdict(graph) | {"annotations": annotations}
 
 
-def _graph_from_json(data: dict[str, Any]) -> TaskGraph:
+def _graph_from_dict(data: dict[str, Any]) -> TaskGraph:
     annotations = tuple(
         Annotation(a["kind"], tuple((k, _option_from_json(v)) for k, v in a["options"]), a["site"], a["entry"])
         for a in data["annotations"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -14,9 +13,10 @@ from whale_torch.errors import PlanError
 from whale_torch.planning.cost import DEFAULT_ROWS, price
 from whale_torch.planning.gradients import plan_reduces
 from whale_torch.planning.layout import Shard
+from whale_torch.planning.options import check_options, one_option
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
-from whale_torch.planning.rules import Cut, Role, RuleContext, SplitRule, find_rule, model_plan, neighbour_roles
+from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles, own_plans
 from whale_torch.planning.taskgraph import Grouping, TaskGraph, group_modules
 
 __all__ = ["make_plan"]
@@ -31,10 +31,12 @@ def make_plan(
     Raises AnnotationError and PlanError, with the same text on every rank.
     """
     grouping = group_modules(model, default)
-    feed_size = _feed_size(grouping, cluster)
-    graphs, devices = _place(grouping, cluster, feed_size)
+    sizes = {graph.index: _split_size(graph, cluster) for graph in grouping.graphs if graph.kind == "split"}
+    feed_size = _feed_size(grouping, sizes)
+    graphs, devices = _place(grouping, sizes, cluster.num_ranks, feed_size)
     by_name = {device.name: device for device in devices}
     cuts = _cut(model, grouping, graphs, by_name)
+    check_options(graphs, cuts, grouping.graph_of)
     shards, owner = _shards(model, cuts, grouping, graphs)
     parameters = dict(model.named_parameters())
     plan = Plan(
@@ -47,8 +49,8 @@ def make_plan(
         traffic=(),
         parameters=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
         rows_per_rank=DEFAULT_ROWS if rows_per_rank is None else rows_per_rank,
-        batch_dim=_one_option(graphs, "batch_dim", 0),
-        loss=_one_option(graphs, "loss", "mean"),
+        batch_dim=one_option(graphs, "batch_dim", 0),
+        loss=one_option(graphs, "loss", "mean"),
     )
     return price(plan, model)
 
@@ -61,9 +63,8 @@ def _split_size(graph: TaskGraph, cluster: Cluster) -> int:
         asked = cluster.ranks_per_node
         if asked is None:
             raise PlanError(
-                f"{graph.label}: nodes have {list(cluster.ranks_of_nodes)} "
-                "ranks, so "
-                "a split inside a replica has no natural size.",
+                f"{graph.label}: nodes have {list(cluster.ranks_of_nodes)} ranks, "
+                "so a split inside a replica has no natural size.",
                 where=graph.site,
                 fix="name it: wh.split(size=...)",
             )
@@ -85,14 +86,16 @@ def _rows_mode(graph: TaskGraph) -> str:
     return "shared" if any(a.kind == "replica" for a in graph.annotations) else "own"
 
 
-def _feed_size(grouping: Grouping, cluster: Cluster) -> int:
+def _feed_size(grouping: Grouping, sizes: dict[int, int]) -> int:
     """Neighbouring ranks that are fed alike: the largest split with shared rows; smaller ones must divide it."""
-    shared = [(_split_size(g, cluster), g) for g in grouping.graphs if g.kind == "split" and _rows_mode(g) == "shared"]
+    splits = [graph for graph in grouping.graphs if graph.kind == "split"]
+    shared = [graph for graph in splits if _rows_mode(graph) == "shared"]
     if not shared:
         return 1
-    largest, by = max(shared, key=lambda pair: pair[0])
-    for graph in (g for g in grouping.graphs if g.kind == "split"):
-        size = _split_size(graph, cluster)
+    by = max(shared, key=lambda graph: sizes[graph.index])
+    largest = sizes[by.index]
+    for graph in splits:
+        size = sizes[graph.index]
         if largest % size and size % largest:
             raise PlanError(
                 f"{graph.label} has size {size}, {by.label} shares rows over {largest}: neither divides the other.",
@@ -102,14 +105,15 @@ def _feed_size(grouping: Grouping, cluster: Cluster) -> int:
     return largest
 
 
-def _place(grouping: Grouping, cluster: Cluster, feed_size: int) -> tuple[list[TaskGraph], tuple[VirtualDevice, ...]]:
-    world = cluster.num_ranks
+def _place(
+    grouping: Grouping, sizes: dict[int, int], world: int, feed_size: int
+) -> tuple[list[TaskGraph], tuple[VirtualDevice, ...]]:
     devices: dict[str, VirtualDevice] = {"replica": VirtualDevice("replica", world, 1, feed_size)}
     graphs = []
     for graph in grouping.graphs:
         name = "replica"
         if graph.kind == "split":
-            size = _split_size(graph, cluster)
+            size = sizes[graph.index]
             name = f"split{size}"
             devices.setdefault(name, VirtualDevice(name, world, size, feed_size))
         graphs.append(replace(graph, device=name))
@@ -120,17 +124,15 @@ def _cut(model: nn.Module, grouping: Grouping, graphs: list[TaskGraph], devices:
     """Asks the rules, module by module in order; a rule that takes a whole module over answers for its members."""
     contexts = _contexts(model, grouping, graphs, devices)
     cuts: list[Cut] = []
-    done: list[str] = []
+    last: str | None = None
     for name, module in model.named_modules():
         context = contexts.get(grouping.graph_of[name])
-        if context is None or (done and (done[-1] in ("", name) or name.startswith(done[-1] + "."))):
+        if context is None or (last is not None and (last in ("", name) or name.startswith(last + "."))):
             continue  # modules come in order: only the last one taken over can hold this one
         rule = find_rule(module, name, context)
-        if rule is None:
-            continue
-        cuts += rule.plan(module, name, context)
-        if rule.whole:
-            done.append(name)
+        if rule is not None:
+            cuts += rule(module, name, context)
+            last = name
     return cuts
 
 
@@ -144,25 +146,23 @@ def _contexts(
     names = {module: name for name, module in reversed(list(model.named_modules(remove_duplicate=False)))}
     forced = {graph.index: graph.option("split", "cut") for graph in splits}
     roles: dict[int, dict[nn.Module, Role]] = {graph.index: {} for graph in splits}
-    for parent in model.modules():
+    for neighbours in ([model], *(list(parent.children()) for parent in model.modules())):
         together: dict[int, list[nn.Module]] = {}
-        for child in parent.children():
+        for child in neighbours:
             index = grouping.graph_of.get(names[child], -1)
             if index in roles:
                 together.setdefault(index, []).append(child)
         for index, children in together.items():
             cut = forced[index]
             roles[index] |= neighbour_roles(children, None if cut is None else str(cut))
-    has_plan = any(model_plan(model, lambda module: True))
+    plans = own_plans(model)
     found = {}
     for graph in splits:
         own = roles[graph.index]
-        containers: dict[nn.Module, SplitRule] = {}
-        if has_plan:
-            planned, containers = model_plan(model, partial(_is_in, grouping, names, graph.index))
-            for module, role in planned.items():
-                if module not in own or (forced[graph.index] is None and own[module].name != role.name):
-                    own[module] = role
+        planned, containers = model_plan(plans, partial(_is_in, grouping, names, graph.index))
+        for module, role in planned.items():
+            if module not in own or (forced[graph.index] is None and own[module].name != role.name):
+                own[module] = role
         columns = (m.weight for m, role in own.items() if role.name == "columns" and isinstance(m, nn.Linear))
         size = devices[graph.device].size
         found[graph.index] = RuleContext(size, graph.site, own, frozenset(map(id, columns)), containers)
@@ -181,7 +181,7 @@ def _shards(
     Raises PlanError for a parameter that is cut in one place and whole, or cut otherwise, in another.
     """
     first: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, tuple[Shard | None, str, int]] = {}
+    found: dict[str, tuple[Shard | None, int]] = {}
     cut_of = {f"{cut.module}.{key}" if cut.module else key: shard for cut in cuts for key, shard in cut.shards}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
@@ -192,20 +192,17 @@ def _shards(
             if graph is None:  # the same module under a second name
                 continue
             name, shard = first[id(parameter)], cut_of.get(here)
-            size = graphs[graph].device
-            if name in found and (
-                found[name][0] != shard or (graphs[found[name][2]].device != size and shard is not None)
-            ):
+            first_shard, first_graph = found.setdefault(name, (shard, graph))
+            elsewhere = graphs[first_graph].device != graphs[graph].device
+            if first_shard != shard or (elsewhere and shard is not None):
                 raise PlanError(
                     f"parameter '{name}' is tied to '{here}', but one is "
-                    f"{_told(found[name][0])} and the other {_told(shard)}.",
-                    where=f"{graphs[found[name][2]].site} and {graphs[graph].site}",
+                    f"{_told(first_shard)} and the other {_told(shard)}.",
+                    where=f"{graphs[first_graph].site} and {graphs[graph].site}",
                     fix="put both modules into one wh.split() scope, or both outside",
                 )
-            found.setdefault(name, (shard, here, graph))
-    return {n: shard for n, (shard, _, _) in found.items() if shard is not None}, {
-        n: graph for n, (_, _, graph) in found.items()
-    }
+    shards = {name: shard for name, (shard, _) in found.items() if shard is not None}
+    return shards, {name: graph for name, (_, graph) in found.items()}
 
 
 def _told(shard: Shard | None) -> str:
@@ -218,21 +215,3 @@ def _with_sizes(graphs: list[TaskGraph], model: nn.Module, grouping: Grouping) -
     for name, module in model.named_modules():
         seen[grouping.graph_of[name]].update({id(p): p.numel() for p in module._parameters.values() if p is not None})
     return [replace(graph, num_parameters=sum(found.values())) for graph, found in zip(graphs, seen, strict=True)]
-
-
-def _one_option(graphs: list[TaskGraph], name: str, default: Any) -> Any:
-    """An option that holds for the whole model. Raises PlanError where scopes differ."""
-    found = {
-        graph.index: graph.option("replica", name, default)
-        for graph in graphs
-        if any(a.kind == "replica" for a in graph.annotations)
-    }
-    values = set(found.values())
-    if len(values) > 1:
-        (i, a), (j, b) = next((x, y) for x in found.items() for y in found.items() if x[1] != y[1])
-        raise PlanError(
-            f"{name} is {a!r} at {graphs[i].site} and {b!r} at {graphs[j].site}; a model has one.",
-            where=f"{graphs[i].site} and {graphs[j].site}",
-            fix=f"give every wh.replica the same {name}",
-        )
-    return values.pop() if values else default

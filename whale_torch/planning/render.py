@@ -53,9 +53,9 @@ def _opening(plan: Plan) -> list[str]:
         )
         out[1] = out[1].replace("you feed a rank", "you feed a replica")
         out.append(f"{blocks} {whole}")
-    if plan.batch_dim:
+    if plan.batch_dim or plan.world > 1:
         named = (
-            f"dimension {plan.batch_dim} of the inputs"
+            f"dimension {plan.batch_dim} of the first input tensor that has it"
             if isinstance(plan.batch_dim, int)
             else _named_dims(plan.batch_dim)
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.comm.call import Anchor, Call, Trained, deliver
-from whale_torch.comm.columns import Columns, ColumnsPlace, plain
+from whale_torch.comm.columns import Columns, plain
 from whale_torch.comm.drift import note_gradients
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.local_random import stream_code
@@ -197,18 +197,19 @@ class Runtime:
         """The plan in force, with what was gathered implicitly so far."""
         from dataclasses import replace
 
-        found = [
+        return replace(self.plan, gathers=self.gathers())
+
+    def gathers(self) -> tuple[GatherRecord, ...]:
+        """The implicit gathers of splits' outputs so far."""
+        return tuple(
             GatherRecord(operation, site, int(count), num_bytes)
             for region in self.regions
             for (operation, site), (count, num_bytes) in region.gathered.items()
-        ]
-        return replace(self.plan, gathers=tuple(found))
+        )
 
 
 def _deliver_columns(x: Columns, call: Call) -> Columns:
-    from dataclasses import replace
-
-    place: ColumnsPlace = replace(x.place, call=call)
+    place = x.place.given_by(call)
     if x.deferred is not None:
         out = Columns.put_off(x.deferred, place)
     else:

@@ -7,7 +7,6 @@ from torch import nn
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import ParameterPlace, set_place
 from whale_torch.mesh import Group, Mesh
-from whale_torch.planning.layout import Shard
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies import (
     split_attention,
@@ -20,21 +19,10 @@ from whale_torch.strategies import (
 from whale_torch.strategies.split_rules import SplitModule, run_class
 from whale_torch.strategies.split_transformer import switch_off_fast_paths
 
-__all__ = ["CutParameter", "apply_split", "cut_parameters"]
+__all__ = ["apply_split", "cut_parameters"]
 
 # imported for what they register: the classes that run each rule
 RUNNERS = (split_attention, split_convolution, split_embedding, split_huggingface, split_linear, split_normalization)
-
-
-class CutParameter:
-    """One parameter that is cut: its shard, the ranks that hold the parts, those that hold this part, its scope."""
-
-    def __init__(self, name: str, shard: Shard, parts: Group, copies: Group, site: str):
-        self.name, self.shard, self.parts, self.copies, self.site = name, shard, parts, copies, site
-
-    @property
-    def index(self) -> int:
-        return self.parts.index
 
 
 def groups_of(plan: Plan, mesh: Mesh, device_name: str) -> tuple[Group, Group, Group, Group]:
@@ -48,11 +36,11 @@ def groups_of(plan: Plan, mesh: Mesh, device_name: str) -> tuple[Group, Group, G
     )
 
 
-def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, CutParameter]:
-    """Every cut parameter by its first name; nothing is touched."""
+def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, ParameterPlace]:
+    """Where every cut parameter is to lie, by its first name; nothing is touched."""
     first = {id(p): name for name, p in model.named_parameters()}
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, CutParameter] = {}
+    found: dict[str, ParameterPlace] = {}
     for cut in plan.cuts:
         graph = plan.taskgraph_of(cut.module)
         columns, _, _, copies = groups_of(plan, mesh, graph.device)
@@ -60,21 +48,22 @@ def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, CutPar
             owner_name, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
             parameter = modules[owner_name]._parameters[attribute]
             name = first[id(parameter)]
-            found.setdefault(name, CutParameter(name, shard, columns, copies, graph.site))
+            found.setdefault(name, ParameterPlace(name, copies, shard, columns, graph.site, mesh.everyone()))
     return found
 
 
-def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutParameter]) -> list[Region]:
+def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, ParameterPlace]) -> list[Region]:
     """Cuts the parameters in place and lets the cut modules run their shards; returns the regions, one a TaskGraph."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters())
-    for name, cut in cuts.items():
-        parameter = parameters[name]
-        if tuple(parameter.shape) == cut.shard.shape and tuple(parameter.shape) != cut.shard.local_shape(cut.index):
+    for name, place in cuts.items():
+        parameter, shard, parts = parameters[name], place.shard, place.parts
+        assert shard is not None and parts is not None
+        if tuple(parameter.shape) == shard.shape and tuple(parameter.shape) != shard.local_shape(parts.index):
             grad, parameter.grad = parameter.grad, None
-            parameter.data = cut.shard.cut(parameter.data, cut.index)
-            parameter.grad = None if grad is None else cut.shard.cut(grad, cut.index)
-        set_place(parameter, ParameterPlace(name, cut.copies, cut.shard, cut.parts, cut.site, mesh.everyone()))
+            parameter.data = shard.cut(parameter.data, parts.index)
+            parameter.grad = None if grad is None else shard.cut(grad, parts.index)
+        set_place(parameter, place)
     regions: dict[int, Region] = {}
     for decided in plan.cuts:
         graph = plan.taskgraph_of(decided.module)
@@ -82,7 +71,10 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, CutPar
             groups = groups_of(plan, mesh, graph.device)
             headers = mesh.two_levels(f"{graph.device} headers", plan.device(graph.device).columns, channel="headers")
             strict = graph.option("split", "gather") == "error"
-            regions[graph.index] = Region(f"{graph.label} at {graph.site}", *groups, headers=headers, strict=strict)
+            regions[graph.index] = Region(
+                f"{graph.label} at {graph.site}", *groups, headers=headers, strict=strict,
+                on_host=plan.cluster.device == "cpu",
+            )  # fmt: skip
         module = modules[decided.module]
         module.__class__ = run_class(decided, type(module))
         module.__dict__.update(_region=regions[graph.index], _cut=decided, _options=dict(graph.annotations[-1].options))

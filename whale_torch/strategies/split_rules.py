@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from whale_torch.comm.columns import Columns, ColumnsPlace, Hold
 from whale_torch.comm.region import Region
-from whale_torch.planning.rules import Cut, PlanFunction, SplitRule, register_rule, unregister_rule
+from whale_torch.planning.rules import Cut, PlanFunction, register_rule, unregister_rule
 from whale_torch.strategies.copies import Replacement
 
 __all__ = ["SplitModule", "joined_class", "register_class", "register_split_rule", "run_class"]
@@ -107,7 +107,7 @@ def register_split_rule(
     Returns a function that takes the rule back.
     """
     name = name or f"{module_type.__module__}.{module_type.__qualname__}"
-    before = register_rule(module_type, SplitRule(name, plan))
+    before = register_rule(module_type, plan)
     for role, run in classes.items():
         register_class(name, role, run)
 

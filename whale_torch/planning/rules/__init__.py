@@ -5,14 +5,19 @@ from __future__ import annotations
 from whale_torch.planning.rules.attention import register_attention_rules
 from whale_torch.planning.rules.convolution import register_convolution_rules
 from whale_torch.planning.rules.embedding import register_embedding_rules
-from whale_torch.planning.rules.huggingface import model_plan, register_huggingface_rules
+from whale_torch.planning.rules.huggingface import (
+    ATTENTION,
+    PACKED_ATTENTION,
+    model_plan,
+    own_plans,
+    register_huggingface_rules,
+)
 from whale_torch.planning.rules.linear import register_linear_rules
 from whale_torch.planning.rules.registry import (
     Cut,
     PlanFunction,
     Role,
     RuleContext,
-    SplitRule,
     find_rule,
     register_rule,
     replicated,
@@ -21,14 +26,16 @@ from whale_torch.planning.rules.registry import (
 from whale_torch.planning.rules.roles import neighbour_roles
 
 __all__ = [
+    "ATTENTION",
+    "PACKED_ATTENTION",
     "Cut",
     "PlanFunction",
     "Role",
     "RuleContext",
-    "SplitRule",
     "find_rule",
     "model_plan",
     "neighbour_roles",
+    "own_plans",
     "register_rule",
     "replicated",
     "unregister_rule",

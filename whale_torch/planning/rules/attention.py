@@ -6,7 +6,7 @@ from torch import nn
 
 from whale_torch.errors import PlanError
 from whale_torch.planning.layout import Shard, balanced
-from whale_torch.planning.rules.registry import Cut, RuleContext, SplitRule, register_rule
+from whale_torch.planning.rules.registry import Cut, RuleContext, register_rule
 
 __all__ = ["register_attention_rules"]
 
@@ -53,4 +53,4 @@ def _check(module: nn.MultiheadAttention, name: str, context: RuleContext) -> No
 
 def register_attention_rules() -> None:
     """The rule of nn.MultiheadAttention."""
-    register_rule(nn.MultiheadAttention, SplitRule("MultiheadAttention", _plan_attention))
+    register_rule(nn.MultiheadAttention, _plan_attention)

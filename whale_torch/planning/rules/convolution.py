@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from whale_torch.planning.layout import Shard, balanced
-from whale_torch.planning.rules.registry import Cut, RuleContext, SplitRule, check_parameters, register_rule
+from whale_torch.planning.rules.registry import Cut, RuleContext, check_parameters, register_rule
 
 __all__ = ["register_convolution_rules"]
 
@@ -36,6 +36,6 @@ def _plan_batch_norm(module: nn.Module, name: str, context: RuleContext) -> list
 def register_convolution_rules() -> None:
     """Rules of nn.Conv1d, 2d, 3d and nn.BatchNorm1d, 2d, 3d."""
     for convolution in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        register_rule(convolution, SplitRule(convolution.__name__, _plan_convolution))
+        register_rule(convolution, _plan_convolution)
     for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        register_rule(norm, SplitRule(norm.__name__, _plan_batch_norm))
+        register_rule(norm, _plan_batch_norm)

@@ -6,7 +6,7 @@ from torch import nn
 
 from whale_torch.errors import PlanError
 from whale_torch.planning.layout import Shard, balanced
-from whale_torch.planning.rules.registry import Cut, RuleContext, SplitRule, check_parameters, register_rule
+from whale_torch.planning.rules.registry import Cut, RuleContext, check_parameters, register_rule
 
 __all__ = ["register_embedding_rules"]
 
@@ -31,4 +31,4 @@ def _plan_embedding(module: nn.Module, name: str, context: RuleContext) -> list[
 
 def register_embedding_rules() -> None:
     """The rule of nn.Embedding."""
-    register_rule(nn.Embedding, SplitRule("Embedding", _plan_embedding))
+    register_rule(nn.Embedding, _plan_embedding)

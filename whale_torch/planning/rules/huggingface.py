@@ -8,7 +8,7 @@ heads as a whole: it runs its own forward on this rank's heads of all rows, so n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,15 @@ from whale_torch.errors import PlanError
 from whale_torch.planning.layout import Shard, balanced
 from whale_torch.planning.rules.registry import (
     Cut,
+    PlanFunction,
     Role,
     RuleContext,
-    SplitRule,
     check_parameters,
     find_rule,
     register_rule_by_name,
 )
 
-__all__ = ["ATTENTION", "PACKED_ATTENTION", "model_plan", "register_huggingface_rules"]
+__all__ = ["ATTENTION", "PACKED_ATTENTION", "model_plan", "own_plans", "register_huggingface_rules"]
 
 ATTENTION = "attention by its model's plan"
 """Rule of an attention module whose q, k, v and output projections are linear layers."""
@@ -38,14 +38,16 @@ _COLUMNS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
 _ROWS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise")
 _EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 
+OwnPlan = tuple[nn.Module, list[tuple[re.Pattern[str], str]]]
+
 
 def model_plan(
-    model: nn.Module, inside: Callable[[nn.Module], bool]
-) -> tuple[dict[nn.Module, Role], dict[nn.Module, SplitRule]]:
-    """Roles and attention containers that the plans of a model and its members give to modules that are `inside`."""
+    plans: Sequence[OwnPlan], inside: Callable[[nn.Module], bool]
+) -> tuple[dict[nn.Module, Role], dict[nn.Module, PlanFunction]]:
+    """Roles and attention containers that a model's own plans give to the modules that are `inside`."""
     roles: dict[nn.Module, Role] = {}
     attention: dict[nn.Module, dict[str, str]] = {}
-    for owner, patterns in _plans(model):
+    for owner, patterns in plans:
         for name, module in owner.named_modules():
             style = next((s for regex, s in patterns if regex.fullmatch(name)), None)
             if style is None or not inside(module):
@@ -60,22 +62,28 @@ def model_plan(
             elif style in _COLUMNS or style in _ROWS:
                 roles.setdefault(module, Role("columns" if style in _COLUMNS else "rows"))
     cut = {module: styles for module, styles in attention.items() if set(styles.values()) & {*_COLUMNS, *_ROWS}}
-    containers = {
-        module: SplitRule(ATTENTION, partial(_plan_attention, styles=styles))
+    containers: dict[nn.Module, PlanFunction] = {
+        module: partial(_plan_attention, styles=styles)
         for module, styles in cut.items()
         if f"{type(module).__module__}.{type(module).__qualname__}" not in _PACKED
     }
     return roles, containers
 
 
-def _plans(model: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[re.Pattern[str], str]]]]:
+def own_plans(model: nn.Module) -> list[OwnPlan]:
     """(module, patterns) of every member with a plan, outermost first; patterns are relative to the member."""
+    plans = []
     for module in model.modules():
         own = getattr(module, "_tp_plan", None)
         base = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
         found: dict[str, str] = {**(base if isinstance(base, dict) else {}), **(own if isinstance(own, dict) else {})}
         if found:
-            yield module, [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), s) for p, s in found.items()]
+            plans.append((module, [(re.compile(re.escape(p).replace(r"\*", r"[^.]+")), s) for p, s in found.items()]))
+    return plans
+
+
+def _register_a_rule(name: str) -> str:
+    return f"register a rule for '{name}' (register_split_rule), or move it out of the split scope"
 
 
 def _heads(module: nn.Module, name: str, context: RuleContext) -> tuple[int, int]:
@@ -86,7 +94,7 @@ def _heads(module: nn.Module, name: str, context: RuleContext) -> tuple[int, int
         raise PlanError(
             f"attention '{name}' ({type(module).__name__}) does not say in its config how many heads it has.",
             where=context.site,
-            fix="register a rule for it: register_split_rule, or move it out of the split scope",
+            fix=_register_a_rule(name),
         )
     keys = getattr(config, "num_key_value_heads", None) or queries
     if keys % context.size:
@@ -125,7 +133,7 @@ def _plan_attention(module: nn.Module, name: str, context: RuleContext, styles: 
         raise PlanError(
             f"attention '{name}' ({type(module).__name__}) has {styles}; one projection by rows is wanted.",
             where=context.site,
-            fix="register a rule for it: register_split_rule, or move it out of the split scope",
+            fix=_register_a_rule(name),
         )
     return [_whole_cut(module, name, context, ATTENTION, widths, shards)]
 
@@ -135,7 +143,7 @@ def _unknown_style(name: str, key: str, member: nn.Module, style: str, context: 
         f"'{name}.{key}' ({type(member).__name__}) is planned as '{style}' by its model, which wh.split does not know "
         "inside attention.",
         where=context.site,
-        fix=f"register a rule for {name}: register_split_rule, or move it out of the split scope",
+        fix=_register_a_rule(name),
     )
 
 
@@ -154,7 +162,7 @@ def _whole_cut(
         raise PlanError(
             f"attention '{name}' ({type(module).__name__}) has parameters of its own that no plan cuts: {own}.",
             where=context.site,
-            fix="register a rule for it: register_split_rule, or move it out of the split scope",
+            fix=_register_a_rule(name),
         )
     for key, member in module.named_modules():
         if key and key not in inner and find_rule(member, f"{name}.{key}", context) is not None:
@@ -162,7 +170,7 @@ def _whole_cut(
                 f"attention '{name}' ({type(module).__name__}) holds '{key}' ({type(member).__name__}), which its "
                 "model's plan does not name.",
                 where=context.site,
-                fix="register a rule for it: register_split_rule, or move it out of the split scope",
+                fix=_register_a_rule(name),
             )
     rows = next(shard for key, shard in shards if key.endswith("weight") and _is_rows(module, key, shard))
     width = rows.shape[1 - rows.dim]
@@ -206,4 +214,4 @@ _PACKED = ("transformers.models.gpt2.modeling_gpt2.GPT2Attention",)
 def register_huggingface_rules() -> None:
     """Rules of modules of transformers that no plan of their model describes."""
     for name in _PACKED:
-        register_rule_by_name(name, SplitRule(PACKED_ATTENTION, _plan_packed_attention))
+        register_rule_by_name(name, _plan_packed_attention)

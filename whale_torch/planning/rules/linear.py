@@ -8,7 +8,6 @@ from whale_torch.planning.layout import Shard, balanced
 from whale_torch.planning.rules.registry import (
     Cut,
     RuleContext,
-    SplitRule,
     check_parameters,
     register_rule,
     register_rule_by_name,
@@ -47,5 +46,5 @@ def _plan_conv1d_of_transformers(module: nn.Module, name: str, context: RuleCont
 
 def register_linear_rules() -> None:
     """Rules of nn.Linear and of transformers' Conv1D."""
-    register_rule(nn.Linear, SplitRule("Linear", _plan_linear))
-    register_rule_by_name("transformers.pytorch_utils.Conv1D", SplitRule("Conv1D", _plan_conv1d_of_transformers))
+    register_rule(nn.Linear, _plan_linear)
+    register_rule_by_name("transformers.pytorch_utils.Conv1D", _plan_conv1d_of_transformers)

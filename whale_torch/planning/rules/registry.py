@@ -6,7 +6,7 @@ A rule belongs to one exact module type. The strategies hold its other half, the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,6 @@ __all__ = [
     "PlanFunction",
     "Role",
     "RuleContext",
-    "SplitRule",
     "check_parameters",
     "find_rule",
     "register_rule",
@@ -48,29 +47,15 @@ class Cut:
     elements_in: int = 0
     elements_out: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "module": self.module,
-            "rule": self.rule,
-            "role": self.role,
-            "widths": list(self.widths),
-            "shards": {name: shard.to_json() for name, shard in self.shards},
-            "elements_in": self.elements_in,
-            "elements_out": self.elements_out,
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data."""
+        return asdict(self) | {"shards": {name: asdict(shard) for name, shard in self.shards}}
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Cut:
-        shards = tuple((name, Shard.from_json(shard)) for name, shard in data["shards"].items())
-        return Cut(
-            data["module"],
-            data["rule"],
-            data["role"],
-            tuple(data["widths"]),
-            shards,
-            data["elements_in"],
-            data["elements_out"],
-        )
+    def from_dict(data: dict[str, Any]) -> Cut:
+        """A cut from what `to_dict` gave."""
+        shards = tuple((name, Shard.from_dict(shard)) for name, shard in data["shards"].items())
+        return Cut(**{**data, "widths": tuple(data["widths"]), "shards": shards})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +85,7 @@ class RuleContext:
     site: str
     roles: dict[nn.Module, Role] = field(default_factory=dict)
     column_weights: frozenset[int] = frozenset()
-    containers: dict[nn.Module, SplitRule] = field(default_factory=dict)
+    containers: dict[nn.Module, PlanFunction] = field(default_factory=dict)
 
     def role(self, module: nn.Module, default: str = "columns") -> Role:
         """The role of a module, `default` where neighbours suggest none."""
@@ -108,37 +93,29 @@ class RuleContext:
 
 
 PlanFunction = Callable[[nn.Module, str, RuleContext], "list[Cut]"]
+"""A rule: from a module, its name and the context to the cuts of the module and of the members it takes over."""
 
 
-@dataclass(frozen=True)
-class SplitRule:
-    """A rule: `plan` gives the cuts of a module and of members it takes over; whole: members are not looked at."""
-
-    name: str
-    plan: PlanFunction
-    whole: bool = True
-
-
-_RULES: dict[type[nn.Module], SplitRule] = {}
-_RULES_BY_NAME: dict[str, SplitRule] = {}
+_RULES: dict[type[nn.Module], PlanFunction] = {}
+_RULES_BY_NAME: dict[str, PlanFunction] = {}
 _REPLICATED: set[type[nn.Module]] = {nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.PReLU}
 
 
-def register_rule(module_type: type[nn.Module], rule: SplitRule) -> SplitRule | None:
+def register_rule(module_type: type[nn.Module], rule: PlanFunction) -> PlanFunction | None:
     """Gives modules of exactly this type a split rule and returns the one it had; the later registration wins."""
     before = _RULES.get(module_type)
     _RULES[module_type] = rule
     return before
 
 
-def unregister_rule(module_type: type[nn.Module], before: SplitRule | None) -> None:
+def unregister_rule(module_type: type[nn.Module], before: PlanFunction | None) -> None:
     """Takes a registration back: `before` is what register_rule returned."""
     del _RULES[module_type]
     if before is not None:
         _RULES[module_type] = before
 
 
-def register_rule_by_name(qualified_name: str, rule: SplitRule) -> None:
+def register_rule_by_name(qualified_name: str, rule: PlanFunction) -> None:
     """Gives a type of a package that need not be installed a split rule: "package.module.Class"."""
     _RULES_BY_NAME[qualified_name] = rule
 
@@ -148,7 +125,7 @@ def replicated(module_type: type[nn.Module]) -> None:
     _REPLICATED.add(module_type)
 
 
-def find_rule(module: nn.Module, name: str, context: RuleContext) -> SplitRule | None:
+def find_rule(module: nn.Module, name: str, context: RuleContext) -> PlanFunction | None:
     """The rule of a module, None where it stays whole.
 
     Raises PlanError for a module with matrices of its own and no rule.

@@ -1,0 +1,100 @@
+"""Losses that a model calls inside its forward, caught on their way from torch.nn.functional to C++.
+
+A TorchFunctionMode would see them too, but it runs Python at every other operation of the model as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whale_torch.errors import LossError, PlanError
+
+__all__ = ["Loss", "watch"]
+
+_MEAN = 1  # of the reductions, as torch.nn.functional numbers them for C++
+_NAMES = ("cross_entropy_loss", "nll_loss_nd")
+
+
+class Loss(NamedTuple):
+    """A mean over labels, as the model called it."""
+
+    input: Tensor
+    target: Tensor
+    weight: Tensor | None
+    ignore_index: int
+
+
+Seen = Callable[[Tensor, Loss], Tensor]
+
+
+class _Watcher(threading.local):
+    seen: Seen | None = None
+
+
+_watcher = _Watcher()
+
+
+@contextlib.contextmanager
+def watch(seen: Seen) -> Iterator[None]:
+    """Hands the value of every mean cross entropy or NLL loss over class numbers to `seen`, and the model its answer.
+
+    Raises PlanError where this torch's losses cannot be caught; LossError where torch.compile takes in a loss.
+    """
+    _install()
+    before, _watcher.seen = _watcher.seen, seen
+    try:
+        yield
+    finally:
+        _watcher.seen = before
+
+
+@functools.cache
+def _install() -> None:
+    for name in _NAMES:
+        setattr(torch._C._nn, name, _caught(getattr(torch._C._nn, name)))
+    found: list[Loss] = []
+
+    def note(out: Tensor, loss: Loss) -> Tensor:
+        found.append(loss)
+        return out
+
+    _watcher.seen = note
+    y = torch.zeros(1, dtype=torch.int64, device="cpu")
+    with torch.enable_grad():
+        x = torch.zeros(1, 2, device="cpu", requires_grad=True)
+        F.cross_entropy(x, y)
+        F.nll_loss(x, y)
+    _watcher.seen = None
+    if len(found) != 2:
+        raise PlanError(
+            f"torch {torch.__version__} calls its losses in another way than this package watches.",
+            fix="use a torch that this package names in its requirements",
+        )
+
+
+def _caught(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def run(
+        input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN, ignore_index: int = -100,
+        *rest: Any,
+    ) -> Tensor:  # fmt: skip
+        out = original(input, target, weight, reduction, ignore_index, *rest)
+        seen = _watcher.seen
+        if seen is None or reduction != _MEAN or target.is_floating_point() or not out.requires_grad:
+            return out
+        if torch.compiler.is_compiling():
+            raise LossError(
+                "a mean over labels inside a compiled part: its gradient could not become that of the global mean.",
+                fix="compile the part that makes the logits, and call the loss outside of it",
+            )
+        return seen(out, Loss(input, target, weight, ignore_index))
+
+    return run
