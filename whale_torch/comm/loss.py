@@ -369,8 +369,9 @@ class TrueMeanLoss:
     """
 
     def __init__(self, call: Call, copies: Group):
-        self._call, self._watch = call, watch(self._true_mean)
+        self._call = call
         self._counts = LossCounts(copies, call.anchor.zero.device, _latest.get(call.anchor))
+        self._watch = watch(self._true_mean)
 
     def __enter__(self) -> None:
         self._watch.__enter__()
