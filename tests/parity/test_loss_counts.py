@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.replica_cases import error, gradients
+from tests.parity.metric import relative_error
+from tests.parity.replica_cases import gradients
 from tests.world import outcomes, world
 from whale_torch.comm.loss_counts import LossCounts, _check_lines, _same_loss
 from whale_torch.errors import LossError
@@ -92,7 +93,7 @@ def test_counts_in_a_message_of_their_own() -> None:
         both = zip(world(3, apart_rank, form, rows), world(3, branches_rank, form, rows), strict=True)
         for apart, together in both:
             for mine, expected in zip(apart, together, strict=True):
-                assert error({k: v for k, v in mine.items() if v is not None}, clean(mine, expected)) < BAR
+                assert relative_error({k: v for k, v in mine.items() if v is not None}, clean(mine, expected)) < BAR
 
 
 def in_one_process(form: str, rows: list[int]) -> list[dict[str, Tensor | None]]:
@@ -111,7 +112,7 @@ def test_a_loss_that_some_ranks_leave_out(form: str, rows: list[int]) -> None:
     whole = in_one_process(form, rows)
     for found in world(len(rows), branches_rank, form, rows):
         for mine, expected in zip(found, whole, strict=True):
-            assert error({k: v for k, v in mine.items() if v is not None}, clean(mine, expected)) < BAR
+            assert relative_error({k: v for k, v in mine.items() if v is not None}, clean(mine, expected)) < BAR
 
 
 def clean(mine: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +142,9 @@ def test_more_losses_than_the_first_message_holds(per_node: int) -> None:
                 total = total + (torch.stack(losses).mean() if losses else 0.0)
             total.backward()
             expected = gradients(model)
-            assert error({k: v for k, v in mine.items() if expected[k] is not None}, clean(mine, expected)) < BAR
+            assert (
+                relative_error({k: v for k, v in mine.items() if expected[k] is not None}, clean(mine, expected)) < BAR
+            )
 
 
 class EitherOr(nn.Module):
