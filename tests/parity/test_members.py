@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.replica_cases import error, gradients
+from tests.parity.metric import relative_error
+from tests.parity.replica_cases import gradients
 from tests.world import world
 from whale_torch.state import full_tensor
 from whale_torch.strategies.members import Members
@@ -109,7 +110,7 @@ def test_what_brings_no_parameter_is_legal(change: str) -> None:
     x, y = (torch.cat(parts) for parts in zip(*(_batch(rank, 2) for rank in range(2)), strict=True))
     F.cross_entropy(model(x), y).backward()
     for found in world(2, _changed, change):
-        assert error(found, gradients(model)) <= BAR
+        assert relative_error(found, gradients(model)) <= BAR
 
 
 def _new_head(model: Any) -> None:
