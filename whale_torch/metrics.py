@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from whale_torch.comm.collectives import all_reduce
 from whale_torch.errors import PlanError
-from whale_torch.mesh import Mesh, start
+from whale_torch.mesh import Group, Mesh, start
 from whale_torch.strategies.runtime import runtime_of
 
 __all__ = ["note_replicas", "reduce"]
@@ -18,18 +18,29 @@ __all__ = ["note_replicas", "reduce"]
 Value = TypeVar("Value", float, Tensor)
 
 
+class _Ranks(NamedTuple):
+    """All ranks, without the mesh, which would keep the groups of a model that is gone."""
+
+    everyone: Group
+    device_type: str
+
+    @staticmethod
+    def of(mesh: Mesh) -> _Ranks:
+        return _Ranks(mesh.everyone(), mesh.device.type)
+
+
 class _Replicas:
     """What the models of this process's world say of its ranks: the groups, and how many ranks are fed alike."""
 
     def __init__(self) -> None:
         self.world: object = None
-        self.mesh: Mesh | None = None
+        self.ranks: _Ranks | None = None
         self.feed_sizes: set[int] = set()
 
     def of_this_world(self) -> _Replicas:
         world = dist.group.WORLD if dist.is_initialized() else None
         if self.world is not world:
-            self.world, self.mesh, self.feed_sizes = world, None, set()
+            self.world, self.ranks, self.feed_sizes = world, None, set()
         return self
 
 
@@ -39,7 +50,7 @@ _replicas = _Replicas()
 def note_replicas(mesh: Mesh, feed_size: int) -> None:
     """Called for every parallelized model, on all ranks: wh.reduce counts each replica of it once."""
     known = _replicas.of_this_world()
-    known.mesh = mesh
+    known.ranks = _Ranks.of(mesh)
     known.feed_sizes.add(feed_size)
 
 
@@ -56,10 +67,10 @@ def reduce(value: Value, how: str = "mean", *, weight: float = 1.0, model: nn.Mo
     if how not in ("mean", "sum"):
         raise PlanError(f'wh.reduce knows "mean" and "sum", got {how!r}.', fix='wh.reduce(value, "mean")')
     known = _replicas.of_this_world()
-    mesh, feed_sizes = known.mesh, known.feed_sizes
+    ranks, feed_sizes = known.ranks, known.feed_sizes
     if model is not None:
         runtime = runtime_of(model, "wh.reduce")
-        mesh, feed_sizes = runtime.mesh, {runtime.plan.feed_size}
+        ranks, feed_sizes = _Ranks.of(runtime.mesh), {runtime.plan.feed_size}
     if how == "sum" and len(feed_sizes) > 1:
         raise PlanError(
             f"the models of this process have replicas of {sorted(feed_sizes)} ranks; wh.reduce cannot tell whose "
@@ -68,18 +79,18 @@ def reduce(value: Value, how: str = "mean", *, weight: float = 1.0, model: nn.Mo
         )
     x = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
     feed_size = min(feed_sizes, default=1)  # a mean is the same over any copies of equal values
-    total = _over_replicas(x, how, weight, mesh or start(), feed_size)
+    total = _over_replicas(x, how, weight, ranks or _Ranks.of(start()), feed_size)
     return total if isinstance(value, Tensor) else float(total)
 
 
-def _over_replicas(x: Tensor, how: str, weight: float, mesh: Mesh, feed_size: int) -> Tensor:
-    weight = 0.0 if mesh.rank % feed_size else weight
+def _over_replicas(x: Tensor, how: str, weight: float, ranks: _Ranks, feed_size: int) -> Tensor:
+    weight = 0.0 if ranks.everyone.rank % feed_size else weight
     wide = x.to(torch.float64) * weight if weight else torch.zeros_like(x, dtype=torch.float64)
     both = torch.stack([wide, torch.full_like(wide, weight)])
     device = both.device
-    if device.type != mesh.device.type:
+    if device.type != ranks.device_type:
         both = both.cpu()
-    total = all_reduce(both, mesh.everyone(), name="wh.reduce").to(device)
+    total = all_reduce(both, ranks.everyone, name="wh.reduce").to(device)
     whole = not x.dtype.is_floating_point
     if how == "mean":
         return (total[0] / total[1]).to(torch.get_default_dtype() if whole else x.dtype)

@@ -243,7 +243,7 @@ def another_rate(rank: int, n: int, compared: bool) -> float:
 
 def test_the_suite_catches_another_rate_on_one_rank() -> None:
     assert max(world(2, another_rate, False)) > 1e-3
-    with pytest.raises(CommError, match=r"the copies of 'features.0.weight' differ before an optimizer's step"):
+    with pytest.raises(CommError, match=r"the copies of '[a-z0-9.]+' differ before an optimizer's step"):
         world(2, another_rate, True)
 
 
@@ -266,4 +266,4 @@ def test_torchs_clip_on_cut_parameters_is_found() -> None:
     for whole in (True, False):
         for text in world(2, torchs_clip, whole):
             assert "use wh.clip_grad_norm_" in text
-            assert "of which ranks [0, 1] hold parts" in text or "differs between copies" in text
+            assert "which is cut, was multiplied by" in text or "differs between copies" in text
