@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from whale_torch.comm.collectives import spread_async
+from whale_torch.comm.collectives import Spread, spread_async
 from whale_torch.comm.hooks import on_gradient
 from whale_torch.comm.region import Region
 from whale_torch.comm.scale import Witness
@@ -17,6 +17,9 @@ from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group
 
 __all__ = ["Anchor", "Batch", "Call", "Trained", "deliver"]
+
+
+_NAME = "row counts of the batch"
 
 
 class Batch:
@@ -77,7 +80,8 @@ class Call:
     batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the reducers.
     summed: the loss is a sum over samples, not a mean. witness: tells what gradients of cut ones were multiplied by.
     before_backward: what every rank does first in a backward that comes to the model's output.
-    The 48 bytes travel while the model runs and are waited for where a weight is first needed.
+    later: something else is to travel along: `send` starts the exchange, and not this.
+    The 48 bytes travel while the model runs, or its loss, and are waited for where a weight is first needed.
     """
 
     before_backward: Callable[[], None] | None = None
@@ -92,6 +96,7 @@ class Call:
         *,
         summed: bool = False,
         witness: Witness | None = None,
+        later: bool = False,
     ):
         self.anchor, self._witness = anchor, witness
         self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
@@ -99,10 +104,19 @@ class Call:
         self._counts: list[int] | None = None
         self._table: list[list[int]] | None = None
         seen = 0 if witness is None else witness.take()
-        header = (batch.rows, batch.digest, batch.other, trained.code, batch.stream, seen)
-        self._spread = spread_async(header, world, name="row counts of the batch")
+        self._header = (batch.rows, batch.digest, batch.other, trained.code, batch.stream, seen)
+        self._spreads: list[Spread] = []
+        if not later or feed_size > 1:
+            self.send()
         if feed_size > 1:
             self.counts()
+
+    def send(self, more: Sequence[int] = ()) -> Callable[[], torch.Tensor]:
+        """Sends what this rank was fed and `more` numbers; the returned call gives those of all, [world, len(more)]."""
+        header = () if self._spreads else self._header
+        spread = spread_async((*header, *more), self.world, name=_NAME)
+        self._spreads.append(spread)
+        return lambda: spread.wait()[:, len(header) :]
 
     def table(self) -> list[list[int]]:
         """What every rank sent.
@@ -111,7 +125,9 @@ class Call:
         gradients of cut ones by different numbers.
         """
         if self._table is None:
-            self._table = self._spread.wait().tolist()
+            if not self._spreads:
+                self.send()
+            self._table = self._spreads[0].wait()[:, : len(self._header)].tolist()
             self._check_trained([row[3] for row in self._table])
             if self._witness is not None:
                 self._witness.check([row[5] for row in self._table])
@@ -156,7 +172,15 @@ class Call:
 
     def advance(self) -> None:
         """Called on every rank at the end of the forward: the exchange comes to its end whoever reads it."""
-        self._spread.advance()
+        for spread in self._spreads:
+            spread.advance()
+
+    def reached(self) -> None:
+        """Backward comes to the model's output: what all ranks sent is looked at, in the order in which it was sent."""
+        if self._witness is not None or self.before_backward is not None:
+            self.counts()
+        if self.before_backward is not None:
+            self.before_backward()
 
     def _check_trained(self, codes: list[int]) -> None:
         odd = next((rank for rank, code in enumerate(codes) if code != codes[0]), None)
@@ -207,9 +231,7 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        if call.before_backward is not None:
-            call.counts()  # sent first, so waited for first
-            call.before_backward()
+        call.reached()
         if ctx.weigh and call.anchor.accumulates():
             if call.uneven:
                 weight = call.weight()

@@ -261,7 +261,7 @@ def cross_entropy(
     else:
         flat = z.local.flatten(2).movedim(1, 2).flatten(0, 1)
         out = _ShardedCrossEntropy.apply(flat, problem, lambda: False)  # type: ignore[no-untyped-call]
-    if place.call is not None:
+    if place.call is not None and (reduction == "none" or z.deferred is not None):  # other logits were delivered
         out = deliver(out, place.call, weigh=reduction == "none")
     out = out.reshape(target.shape) if reduction == "none" else out
     return out if out.dtype is z_dtype or autocast_dtype(device) else out.to(z_dtype)
@@ -369,7 +369,7 @@ class TrueMeanLoss:
 
     def finish(self) -> None:
         """Starts the exchange of counts, of which this rank may have none."""
-        self._counts.start()
+        self._counts.start(self._call.send)
         _latest[self._call.anchor] = self._counts
         self._call.before_backward = self._counts.settle
 

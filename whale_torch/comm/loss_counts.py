@@ -8,12 +8,13 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from whale_torch.comm.collectives import Spread, gather_equal, spread_async
+from whale_torch.comm.collectives import gather_equal
 from whale_torch.errors import LossError
 from whale_torch.mesh import Group
 
@@ -39,7 +40,7 @@ class LossCounts:
         self._lines: list[int] = []
         self._counts: list[Tensor] = []
         self._room = _LEAST
-        self._spread: Spread | None = None
+        self._of_all: Callable[[], Tensor] | None = None
         self._on_device: Tensor | None = None
         self._places: list[list[tuple[int, int]]] = []
         self._table: Tensor | None = None
@@ -51,20 +52,22 @@ class LossCounts:
         self._lines.append(_line_code(site))
         return len(self._lines) - 1
 
-    def start(self) -> None:
-        """Starts the exchange, on every rank."""
+    def start(self, send: Callable[[Sequence[int]], Callable[[], Tensor]]) -> None:
+        """Starts the exchange, on every rank.
+
+        send: sends a rank's numbers; the call that it returns gives those of all ranks, one row each.
+        """
         if self._before is not None:
             self._room, self._before = self._before._room_needed(), None
         room = self._room
         numbers = [len(self._lines), *_padded(self._lines[:room], room)]
         if self._apart:
             self._on_device = gather_equal(self._vector(0, room), self._copies, name=_NAME)
-        elif self._lines:
+        elif self._lines and self._device.type == "cpu":
             numbers += struct.unpack(f"{room}q", struct.pack(f"{room}d", *self._vector(0, room).tolist()))
         else:
             numbers += [0] * room
-        self._spread = spread_async(tuple(numbers), self._copies, name=_NAME)
-        self._spread.advance()
+        self._of_all = send(numbers)
 
     def settle(self) -> None:
         """Knows the losses of all ranks.
@@ -73,8 +76,8 @@ class LossCounts:
         """
         if self._most is not None:
             return
-        assert self._spread is not None
-        numbers = self._spread.wait()
+        assert self._of_all is not None
+        numbers = self._of_all()
         rows, room = numbers.tolist(), self._room
         most = max(row[0] for row in rows)
         if most:
@@ -102,13 +105,13 @@ class LossCounts:
     @property
     def _apart(self) -> bool:
         """Whether counts travel in a message of their own."""
-        return self._device.type != "cpu"
+        return self._device.type not in ("cpu", "meta")
 
     def _room_needed(self) -> int:
         """Room that every loss called in this forward had, on any rank; a number on which all ranks agree."""
-        if self._spread is None:  # that forward raised
+        if self._of_all is None:  # that forward raised
             return self._room
-        most = self._most if self._most is not None else int(self._spread.wait()[:, 0].max())
+        most = self._most if self._most is not None else int(self._of_all()[:, 0].max())
         return max(self._room, most)
 
     def _vector(self, first: int, length: int) -> Tensor:

@@ -118,7 +118,7 @@ def estimate(plan: Plan, *, losses_inside: bool = False) -> list[Traffic]:
     if plan.world > 1:
         total["row counts", f"{plan.world} ranks"] = float(_COUNT_BYTES * (plan.world - 1))
     if losses_inside and plan.num_feeds > 1:
-        total["counts of labels", f"{plan.world} ranks"] = float(_LOSS_BYTES * (plan.world - 1))
+        total["row counts", f"{plan.world} ranks"] += float(_LOSS_BYTES * (plan.world - 1))
     before: Cut | None = None
     for cut in plan.cuts:
         device = plan.device(plan.taskgraph_of(cut.module).device)

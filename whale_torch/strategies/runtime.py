@@ -130,7 +130,7 @@ class Runtime:
             batch.stream = stream_code(self.mesh.device)
         self.call = Call(
             self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor,
-            summed=plan.loss == "sum", witness=self._witness,
+            summed=plan.loss == "sum", witness=self._witness, later=self._seeks_losses and torch.is_grad_enabled(),
         )  # fmt: skip
         for region in self.regions:
             region.call = self.call
@@ -148,9 +148,6 @@ class Runtime:
             layer.__dict__["_delay"] = None
 
     def _leave(self, out: Any, call: Call | None, training: bool) -> Any:
-        if call is not None and self._witness is not None:
-            call.table()
-
         def one(x: Tensor) -> Tensor:
             if isinstance(x, Columns):
                 if training or x.place.region.keeps_columns:
