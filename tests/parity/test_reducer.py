@@ -29,7 +29,8 @@ from tests.world import outcomes, world
 from whale_torch.comm.reducer import Reducer
 from whale_torch.strategies.runtime import runtime_of
 
-BARS = {None: 2e-5, torch.float32: 2e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+# of single elements, which a ring of 4 rounds four times
+BARS = {None: 2e-5, torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
 
 # ---- precision, and two levels ----

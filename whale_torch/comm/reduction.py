@@ -27,8 +27,8 @@ from whale_torch.mesh import Group, TwoLevels
 __all__ = ["Packed", "Reduction", "Staging"]
 
 _FP16_TOP = 32768.0
-_RING_RANKS = 2
-"""Up to here half precision is summed where it passes by; above, each rank sums its part in float32."""
+_RING_RANKS = 4
+"""Up to here half precision is summed where it passes by, the faster way; above, each rank sums its part in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +124,18 @@ class _Worker:
 class Reduction:
     """Averages flat buffers over `copies`.
 
-    dtype: of what travels. levels: reduce inside nodes first. Half precision is rounded twice, whatever the number of
-    ranks (bfloat16 4e-3, float16 1e-3 at most): sums are made in float32, and of two levels only the outer one travels
-    in half. float16 is scaled by the largest gradient of all ranks, so that nothing overflows and small ones survive.
+    dtype: of what travels. levels: reduce inside nodes first; only what goes between nodes travels in half precision.
+    A ring rounds half precision at every rank: the error (norm over norm) of 4 is 3e-3 in bfloat16, 4e-4 in float16.
+    Above, sums are made in float32 and rounded twice, whatever the number of ranks. float16 is scaled by the largest
+    gradient of all ranks, so that nothing overflows and small ones survive.
     """
 
     def __init__(self, copies: Group, dtype: torch.dtype, *, levels: TwoLevels | None = None):
         self.copies, self.dtype, self.levels = copies, dtype, levels
         self.groups = [copies] if levels is None else [copies, levels.inside, levels.between]
         self._half = dtype in (torch.float16, torch.bfloat16)
-        self._summed_wide = self._half and levels is None and copies.size > _RING_RANKS
+        outer = copies if levels is None else levels.between
+        self._summed_wide = self._half and outer.size > _RING_RANKS
         # work of several phases runs on one thread in order; one phase needs none
         self._worker = _Worker() if levels is not None or self._summed_wide or dtype is torch.float16 else None
 
@@ -143,9 +145,9 @@ class Reduction:
 
     def _padded(self, num_elements: int) -> int:
         """So many that every rank of a level owns an equal part."""
-        parts = self.levels.inside.size if self.levels else self.copies.size if self._summed_wide else 1
-        if self.levels and self._half:
-            parts *= self.levels.between.size
+        parts = self.levels.inside.size if self.levels else 1
+        if self._summed_wide:
+            parts *= self.levels.between.size if self.levels else self.copies.size
         return -(-num_elements // parts) * parts
 
     def start(self, buffer: torch.Tensor, packed: Packed) -> Callable[[], float]:
@@ -194,7 +196,9 @@ class Reduction:
             if self.dtype is torch.float16:
                 scale = self._shared_scale([values] if values.numel() else [], flat.device, levels.between.size)
                 values *= scale
-            part = _sum_wide(part.to(self.dtype), levels.between)
+            part = part.to(self.dtype)
+        if self._summed_wide:
+            part = _sum_wide(part, levels.between)
         else:
             all_reduce(part, levels.between, name="gradient all-reduce between nodes")
         flat.copy_(gather_equal(part, levels.inside, name="gradient all-gather").view(-1))
