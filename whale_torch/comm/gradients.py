@@ -50,7 +50,8 @@ class Gradients:
     """Averages a model's gradients in every backward while `sync` is true.
 
     then: called at the end of such a backward, after the reducers.
-    Raises CommError, at the end of backward, where it failed on another rank.
+    Raises CommError, at the end of backward, where it failed on another rank; on a GPU, whose flags nobody waits for,
+    the gradients are NaN then.
     """
 
     def __init__(self, reducers: Sequence[GradientReducer], then: Callable[[], None] | None = None):

@@ -78,6 +78,8 @@ class Reducer:
         self._complete = 0  # the first bucket of which a piece is missing
         self._void = False  # a message of this backward was marked as void
         self._in_flight: deque[tuple[Bucket, torch.Tensor, bool, Callable[[], float]]] = deque()
+        # reading the flags back waits for the device, so on a GPU only a rank that has to know does
+        self._reads_flags = parameters[0].device.type == "cpu"
         self._all_used = torch.ones(max(len(b.pieces) for b in self.buckets), device=parameters[0].device)
         homes: dict[torch.nn.Parameter, list[int]] = {}
         for index, bucket in enumerate(self.buckets):
@@ -145,8 +147,10 @@ class Reducer:
             self._void = True
             flags = flags * torch.nan
         buffer = self.staging.take()
-        if absent or void:
+        if absent:
             buffer.zero_()
+        elif void:
+            buffer.fill_(torch.nan)  # what other ranks get where they do not read the flags
         self._next += 1
         wait = self.reduction.start(buffer, Packed(grads, offsets, bucket.num_elements, flags))
         self._in_flight.append((bucket, buffer, bool(absent), wait))
@@ -172,8 +176,7 @@ class Reducer:
         bucket, buffer, some_absent, wait = self._in_flight.popleft()
         scale = wait()
         pieces = bucket.pieces
-        # Reading the flags back waits for the device, so on a GPU only where this rank has to know.
-        if not self._void and (some_absent or buffer.device.type == "cpu"):
+        if not self._void and (some_absent or self._reads_flags):
             used = buffer[bucket.num_elements : bucket.num_elements + len(pieces)].tolist()
             self._void = used[0] != used[0]
             if some_absent:
