@@ -1,7 +1,7 @@
 """Measures the compiled kernels against torch's own ops: buckets, cross-entropy, linear and loss in chunks.
 
 Variants take turns in one process and each keeps its shortest time, so other load on the machine hits all alike.
-Run: python benchmarks/kernels/main.py [--threads 1] [--rounds 20] [--quick]
+Run: python -m benchmarks.kernels [--threads 1] [--rounds 20] [--quick]
 """
 
 from __future__ import annotations
@@ -186,7 +186,3 @@ def main() -> None:
             held = (n * d + k * d + k) * dtype.itemsize / 2**20
             extra = {name: peak_mb(run) - held for name, run in variants.items()}
             print(f"{'':38} MB beyond the {held:.0f} of gradients: {extra['whale']:.0f}, torch {extra['torch']:.0f}")
-
-
-if __name__ == "__main__":
-    main()

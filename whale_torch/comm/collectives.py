@@ -5,6 +5,7 @@ Small messages travel by all-to-all, the only fast small collective of gloo (doc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -44,12 +45,17 @@ def _run(group: Group, operation: str, call: Callable[[], Result]) -> Result:
         raise explain(group, operation, error) from error
 
 
+@functools.cache
+def _options(op: dist.ReduceOp.RedOpType) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    return options
+
+
 def _start_sum(x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> dist.Work:
     """torch.distributed.all_reduce without its checks, which cost as much as a small message."""
     assert group.process_group is not None
-    options = dist.AllreduceOptions()
-    options.reduceOp = op  # type: ignore[assignment]
-    return group.process_group.allreduce([x], options)
+    return group.process_group.allreduce([x], _options(op))
 
 
 def _start_all_to_all(

@@ -6,6 +6,7 @@ rows its group ran; the gradient is divided by the global count (docs/design.md 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -187,6 +188,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return *grads, None
 
 
+_FEW = 4
 CHUNK = 4096
 """Columns of one chunk of the chunked loss."""
 
@@ -194,7 +196,9 @@ CHUNK = 4096
 def _combine(stats: Tensor, region: Region, *, smooth: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """log-sum-exp, target logit and weighted sum over all columns, from each rank's [4, rows]."""
     parts = gather_equal(stats, region.columns, name="cross_entropy statistics")
-    lse = (parts[:, 0] + parts[:, 1].log()).logsumexp(0)
+    of_ranks = parts[:, 0] + parts[:, 1].log()
+    # of few ranks pair by pair: logsumexp is a chain of ten operations
+    lse = functools.reduce(torch.logaddexp, of_ranks.unbind()) if len(parts) <= _FEW else of_ranks.logsumexp(0)
     return lse, parts[:, 2].sum(0), parts[:, 3].sum(0) if smooth else None
 
 

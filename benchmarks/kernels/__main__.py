@@ -1,0 +1,5 @@
+"""`python -m benchmarks.kernels`."""
+
+from benchmarks.kernels.main import main
+
+main()
