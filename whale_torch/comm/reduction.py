@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,8 @@ class Staging:
 
 
 _STOP_S = 5.0
-_Queue = queue.SimpleQueue["tuple[Future[float], Callable[[], float]] | None"]
+_Queue = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+T = TypeVar("T")
 
 
 def _work(todo: _Queue) -> None:
@@ -96,29 +98,41 @@ class _Worker:
         thread.start()
         self.close = weakref.finalize(self, _stop, self._todo, thread)
 
-    def run(self, work: Callable[[], float], device: torch.device) -> Callable[[], float]:
-        """Begins; the returned function waits for the result."""
-        future: Future[float] = Future()
+    def run(self, work: Callable[[], T], device: torch.device) -> Callable[[], T]:
+        """Begins; the returned function waits for the result, on a GPU with the stream on which it is called."""
+        future: Future[T] = Future()
         if device.type != "cuda":
             self._todo.put((future, work))
             return future.result
         stream = self._stream = self._stream or torch.cuda.Stream(device)
         ready, done = torch.cuda.current_stream(device).record_event(), torch.cuda.Event()
 
-        def on_stream() -> float:
+        def on_stream() -> T:
             with torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 result = work()
                 done.record(stream)
             return result
 
-        def finish() -> float:
+        def finish() -> T:
             result = future.result()
             torch.cuda.current_stream(device).wait_event(done)
             return result
 
         self._todo.put((future, on_stream))
         return finish
+
+
+class _Later(Generic[T]):
+    """Work that is begun when somebody says so, or when its result is waited for."""
+
+    def __init__(self, run: Callable[[], Callable[[], T]]):
+        self._run = run
+        self._wait: Callable[[], T] | None = None
+
+    def begin(self) -> Callable[[], T]:
+        self._wait = self._wait or self._run()
+        return self._wait
 
 
 class Reduction:
@@ -136,8 +150,10 @@ class Reduction:
         self._half = dtype in (torch.float16, torch.bfloat16)
         outer = copies if levels is None else levels.between
         self._summed_wide = self._half and outer.size > _RING_RANKS
-        # work of several phases runs on one thread in order; one phase needs none
+        # work of several phases runs on one thread in order, of two levels on one for each; one phase needs none
+        self._inside = _Worker() if levels is not None else None
         self._worker = _Worker() if levels is not None or self._summed_wide or dtype is torch.float16 else None
+        self._last: _Later[float] | None = None
 
     def staging(self, num_elements: int, device: torch.device) -> Staging:
         """Buffers for up to num_elements values and flags."""
@@ -156,6 +172,8 @@ class Reduction:
         The returned function waits and gives the factor that turns the buffer into the mean.
         """
         flat = buffer.narrow(0, 0, self._padded(packed.num_elements + packed.flags.numel()))
+        if self._worker is not None and self._inside is not None and self.levels is not None:
+            return self._start_two_levels(flat, packed, self.levels, self._inside, self._worker)
         if self._worker is not None:
             return self._worker.run(lambda: self._phases(flat, packed), flat.device)
         _pack(flat, packed, 1.0)
@@ -168,14 +186,37 @@ class Reduction:
         return finish
 
     def close(self) -> None:
-        """Ends the thread, if there is one."""
-        if self._worker is not None:
-            self._worker.close()
+        """Ends the threads, if there are any."""
+        for worker in (self._inside, self._worker):
+            if worker is not None:
+                worker.close()
+
+    def _start_two_levels(
+        self, flat: torch.Tensor, packed: Packed, levels: TwoLevels, inside: _Worker, between: _Worker
+    ) -> Callable[[], float]:
+        """Neighbouring buckets overlap: while one is between the nodes, the next is summed inside them.
+
+        Inside, the last phase of a bucket begins after the first one of the next, or when it is waited for: in one
+        order on all ranks.
+        """
+        device = flat.device
+        part = inside.run(lambda: self._sum_inside(flat, packed, levels), device)
+        summed = between.run(lambda: self._sum_between(part(), packed, levels), device)
+        before, mine = self._last, _Later(lambda: inside.run(lambda: self._spread(flat, *summed(), levels), device))
+        self._last = mine
+        if before is not None:
+            before.begin()
+
+        def finish() -> float:
+            factor = mine.begin()()
+            if self._last is mine:
+                self._last = None
+            return factor / self.copies.size
+
+        return finish
 
     @torch.no_grad()
     def _phases(self, flat: torch.Tensor, packed: Packed) -> float:
-        if self.levels is not None:
-            return self._two_levels(flat, packed, self.levels) / self.copies.size
         scale = self._shared_scale(packed.grads, flat.device, self.copies.size) if flat.dtype is torch.float16 else 1.0
         _pack(flat, packed, scale)
         if self._summed_wide:
@@ -184,25 +225,36 @@ class Reduction:
             all_reduce(flat, self.copies, name="gradient all-reduce")
         return 1.0 / (scale * self.copies.size)
 
-    def _two_levels(self, flat: torch.Tensor, packed: Packed, levels: TwoLevels) -> float:
-        """Leaves the sum times a scale in flat; returns one over the scale."""
+    @torch.no_grad()
+    def _sum_inside(self, flat: torch.Tensor, packed: Packed, levels: TwoLevels) -> torch.Tensor:
+        """This rank's part of the node's sum."""
         _pack(flat, packed, 1.0)
-        part = reduce_scatter_equal(flat, levels.inside, name="gradient reduce-scatter")
+        return reduce_scatter_equal(flat, levels.inside, name="gradient reduce-scatter")
+
+    @torch.no_grad()
+    def _sum_between(self, part: torch.Tensor, packed: Packed, levels: TwoLevels) -> tuple[torch.Tensor, float]:
+        """The part summed over the nodes, times a scale; and one over the scale."""
+        _used_here(part)
         scale = 1.0
         if self._half:
-            values = part[
-                : max(0, packed.num_elements - levels.inside.index * part.numel())
-            ]  # not the flags behind them
             if self.dtype is torch.float16:
-                scale = self._shared_scale([values] if values.numel() else [], flat.device, levels.between.size)
+                # not the flags behind them
+                values = part[: max(0, packed.num_elements - levels.inside.index * part.numel())]
+                scale = self._shared_scale([values] if values.numel() else [], part.device, levels.between.size)
                 values *= scale
             part = part.to(self.dtype)
         if self._summed_wide:
             part = _sum_wide(part, levels.between)
         else:
             all_reduce(part, levels.between, name="gradient all-reduce between nodes")
+        return part, 1.0 / scale
+
+    @torch.no_grad()
+    def _spread(self, flat: torch.Tensor, part: torch.Tensor, factor: float, levels: TwoLevels) -> float:
+        """Leaves all parts in flat."""
+        _used_here(part)
         flat.copy_(gather_equal(part, levels.inside, name="gradient all-gather").view(-1))
-        return 1.0 / scale
+        return factor
 
     def _shared_scale(self, grads: list[torch.Tensor], device: torch.device, num_terms: int) -> float:
         """A power of two that keeps the sum of num_terms largest values inside fp16; equal on all ranks."""
@@ -212,6 +264,12 @@ class Reduction:
         if not 0.0 < largest < float("inf"):
             return 1.0
         return 2.0 ** min(100, max(-100, math.floor(math.log2(_FP16_TOP / num_terms) - math.log2(largest))))
+
+
+def _used_here(x: torch.Tensor) -> None:
+    """Memory of another stream, which must not be given away before this one is through with it."""
+    if x.is_cuda:
+        x.record_stream(torch.cuda.current_stream(x.device))
 
 
 def _sum_wide(flat: torch.Tensor, group: Group) -> torch.Tensor:
