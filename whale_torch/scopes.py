@@ -55,7 +55,7 @@ def replica(
 ) -> object:
     """Every rank holds these modules whole, on its own samples; gradients are the true mean over all samples.
 
-    reduce_dtype: what gradients travel in: float32, bfloat16 (error 3-5e-3) or float16 (4-6e-4, cannot overflow).
+    reduce_dtype: what gradients travel in: float32, bfloat16 (error 3-6e-3) or float16 (4-7e-4, cannot overflow).
     bucket_bytes, max_in_flight: bytes of a gradient bucket, and buckets under way at once; their product bounds memory.
     all_reduce: "hierarchical" reduces inside a node first; "auto" does so where the ranks sit on several nodes,
         several and equally many on each.
