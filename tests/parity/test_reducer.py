@@ -26,10 +26,11 @@ from tests.parity.replica_cases import (
     share,
 )
 from tests.world import outcomes, world
+from whale_torch.comm import reduction
 from whale_torch.comm.reducer import Reducer
 from whale_torch.strategies.runtime import runtime_of
 
-# of single elements, which a ring of 8 rounds eight times
+# of single elements, which a ring of 8 rounds eight times; above 16 ranks twice
 BARS = {None: 2e-5, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
@@ -48,6 +49,21 @@ def test_every_dtype_flat_and_hierarchical(n: int, local: int, dtype: torch.dtyp
     expected = one_process("mlp", rows_of(n, "uneven"), 1)
     assert same_on_all_ranks([r.gradients for r in results])
     assert relative_error(results[0].gradients, expected.gradients) <= BARS[dtype]
+
+
+def wide_rank(rank: int, n: int, dtype: torch.dtype, options: dict[str, Any]) -> Result:
+    """As with more ranks than a ring is good for."""
+    reduction._RING_RANKS = 1
+    return precise_rank(rank, n, dtype, options)
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.bfloat16, 5e-3), (torch.float16, 1e-3)], ids=str)
+@pytest.mark.parametrize(("n", "local"), [(3, 3), (4, 2)])
+def test_many_ranks_round_twice(n: int, local: int, dtype: torch.dtype, bar: float) -> None:
+    results = world(n, wide_rank, dtype, {"all_reduce": "auto" if local < n else "flat"}, local_world_size=local)
+    expected = one_process("mlp", rows_of(n, "uneven"), 1)
+    assert same_on_all_ranks([r.gradients for r in results])
+    assert relative_error(results[0].gradients, expected.gradients) <= bar
 
 
 class Given(nn.Module):
