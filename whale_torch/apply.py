@@ -36,6 +36,7 @@ from whale_torch.strategies.root import make_root
 from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized
 from whale_torch.strategies.split import apply_split, cut_parameters
 from whale_torch.strategies.state_hooks import attach_state_hooks
+from whale_torch.strategies.wrappers import keep_off_wrappers, refuse_wrappers
 
 __all__ = ["parallelize", "plan"]
 
@@ -90,7 +91,8 @@ def parallelize(
 
     sample_inputs: what one rank is fed, for the plan's byte counts. plan: a saved one to apply. cluster: one with
     known rates, for the plan's text (its nodes and ranks must be those running). default: scope of what no scope
-    names. device: this rank's. seed: of initial values on meta and of dropout. init_fn: initialises one meta module.
+    names. device: this rank's. seed: of initial values on meta, and of torch's random state from here on, different on
+    each replica and equal on the ranks of one. init_fn: initialises one meta module.
     weights: a plain state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds
     more of it than its parts. timeout: of every collective, in seconds or as a timedelta.
     A deepcopy of the result evaluates and refuses to train; one of a member that is not cut is an ordinary module,
@@ -127,6 +129,7 @@ def parallelize(
     sync_batch_norm(model, made, mesh)
     runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     make_root(model, runtime)
+    keep_off_wrappers(model)
     close_annotations(model)
     note_replicas(mesh, made.feed_size)
     guard.install()
@@ -169,6 +172,7 @@ def _decide(
 
     def decide() -> Plan:
         _check_first_time(model)
+        refuse_wrappers(model)
         measured = mesh.cluster
         if cluster is not None and cluster.ranks_of_nodes != measured.ranks_of_nodes:
             raise PlanError(

@@ -217,7 +217,7 @@ _DEVICE_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 def _backend(device: torch.device, host: str) -> str:
     """Small host-side messages always travel by gloo, so that no device is waited for."""
-    return f"cpu:{host}" if device.type == "cpu" else f"cpu:{host},{device.type}:{_DEVICE_BACKENDS[device.type]}"
+    return host if device.type == "cpu" else f"cpu:{host},{device.type}:{_DEVICE_BACKENDS[device.type]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -672,3 +672,26 @@ def _pixels(rank: int, n: int, inside: bool) -> tuple[float, bool]:
 def test_pixels(inside: bool) -> None:
     for error, stays in world(3, _pixels, inside):
         assert error < BAR and stays
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with wh.replica(), wh.split():
+            self.fc = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+def _labels_of_one_replica(rank: int, n: int, differ: bool) -> float:
+    model = wh.parallelize(_Nested(), default=wh.replica())
+    labels = torch.tensor([0, 1, rank if differ else 2])
+    return float(F.cross_entropy(model(torch.ones(3, 4)), labels).detach())
+
+
+def test_ranks_of_one_replica_have_the_same_labels() -> None:
+    first, second = world(2, _labels_of_one_replica, False)
+    assert first == second
+    with pytest.raises(wh.LayoutError, match=r"cross_entropy: the ranks of .* come with different numbers"):
+        world(2, _labels_of_one_replica, True)

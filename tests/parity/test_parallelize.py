@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import whale_torch as wh
 from tests.parity.layouts import LAYOUTS, backward, batch, build, gradients
@@ -246,3 +248,21 @@ def _buffer(rank: int, n: int) -> float:
 
 def test_buffers_start_equal_where_every_parameter_is_cut() -> None:
     assert world(2, _buffer) == [5.0, 5.0]
+
+
+def _wrapped(rank: int, n: int, where: str) -> str:
+    model: nn.Module = nn.Linear(4, 6)
+    with pytest.raises((wh.PlanError, RuntimeError)) as caught:
+        if where == "inside":
+            dist.init_process_group("gloo")
+            wh.parallelize(nn.Sequential(DistributedDataParallel(model)), default=wh.replica())
+        else:
+            DistributedDataParallel(wh.parallelize(model, default=wh.split()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"), [("inside", "0 is wrapped in DistributedDataParallel"), ("around", "is not needed")]
+)
+def test_torchs_ddp_is_kept_off(where: str, text: str) -> None:
+    assert all(text in found for found in world(2, _wrapped, where))

@@ -185,7 +185,7 @@ def refuse_compile(label: str) -> None:
     """Called while torch.compile traces; make_root marks it as one to run then, and not to trace."""
     raise CompileError(
         f"torch.compile over a split: {label} runs on several ranks, in eager mode only.",
-        fix="compile the replicated parts: model.features = torch.compile(model.features)",
+        fix="compile the replicated parts in place: model.features.compile()",
     )
 
 

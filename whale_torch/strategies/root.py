@@ -18,7 +18,7 @@ from whale_torch.strategies.state_hooks import refuse_assign
 __all__ = ["make_root"]
 
 
-_LEFT_OUT = "whale_torch counts rows around a model's forward; compile its parts: m.part = torch.compile(m.part)"
+_LEFT_OUT = "whale_torch counts rows around a model's forward; compile its parts: m.part.compile()"
 
 
 @functools.cache
