@@ -154,3 +154,22 @@ def forget_bias() -> None:
 def test_the_comparison_sees_a_wrong_bridge(mutate: Any) -> None:
     with pytest.raises(AssertionError, match="is off"):
         check(Pairs, 2, mutate=mutate)
+
+
+def _types_under_autocast(rank: int, n: int) -> list[torch.dtype]:
+    with wh.split():
+        attention, pair = (
+            nn.MultiheadAttention(8, 2, batch_first=True),
+            nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)),
+        )
+    with wh.split(cut="rows"):
+        linear, conv = nn.Linear(8, 4), nn.Conv1d(4, 4, 1)
+    model = nn.ModuleList([attention, pair, linear, conv])
+    wh.parallelize(model)
+    x = torch.ones(2, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        return [attention(x, x, x)[0].dtype, pair(x).dtype, linear(x).dtype, conv(x).dtype]
+
+
+def test_outputs_have_autocasts_type() -> None:
+    assert world(2, _types_under_autocast) == [[torch.bfloat16] * 4] * 2

@@ -81,3 +81,11 @@ def test_a_compiled_loss_is_refused() -> None:
 
     with pytest.raises(Exception, match="a mean over labels inside a compiled part"):
         _seen(lambda: compiled(X))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_torchs_losses_are_as_before_outside() -> None:
+    before = torch._C._nn.cross_entropy_loss
+    _seen(lambda: _seen(CAUGHT["cross_entropy"])[0])
+    assert torch._C._nn.cross_entropy_loss is before
+    torch.jit.script(nn.CrossEntropyLoss())

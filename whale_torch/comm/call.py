@@ -16,7 +16,7 @@ from whale_torch.comm.scale import Witness
 from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group
 
-__all__ = ["Anchor", "Batch", "Call", "Trained", "deliver"]
+__all__ = ["Anchor", "Batch", "Call", "Trained", "accept", "deliver"]
 
 
 _NAME = "row counts of the batch"
@@ -254,3 +254,41 @@ def deliver(x: torch.Tensor, call: Call, *, weigh: bool = True) -> torch.Tensor:
         return x
     out: torch.Tensor = _Deliver.apply(x, call.anchor.leaf, call, weigh)  # type: ignore[no-untyped-call]
     return out
+
+
+class _Accept(torch.autograd.Function):
+    """Identity on an input; backward takes off the weight that the model's own output gave the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: Call = ctx.call
+        weight = call.weight() if call.anchor.accumulates() and call.uneven else 1.0
+        return grad / weight if weight not in (0.0, 1.0) else grad, None
+
+
+def accept(x: torch.Tensor, call: Call) -> torch.Tensor:
+    """An input of the model. One that a parallelized model gave is weighed where it left that one, and not here too."""
+    if type(x) is not torch.Tensor or not x.requires_grad or not _was_delivered(x):
+        return x
+    out: torch.Tensor = _Accept.apply(x, call)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _was_delivered(x: torch.Tensor) -> bool:
+    """Whether a parallelized model's output is among what x was made of."""
+    seen: set[Any] = set()
+    waiting = [x.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "_DeliverBackward":
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False

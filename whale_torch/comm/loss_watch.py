@@ -48,31 +48,52 @@ def watch(seen: Seen) -> Iterator[None]:
 
     Raises PlanError where this torch's losses cannot be caught; LossError where torch.compile takes in a loss.
     """
-    _install()
+    _check()
     before, _watcher.seen = _watcher.seen, seen
     try:
-        yield
+        with _in_place:
+            yield
     finally:
         _watcher.seen = before
 
 
+class _InPlace:
+    """While somebody watches, in any thread, torch's losses are ours; then they are as torch.jit knows them."""
+
+    def __init__(self) -> None:
+        self._lock, self._watching = threading.Lock(), 0
+        self._torchs = {name: getattr(torch._C._nn, name) for name in _NAMES}
+        self._ours = {name: _caught(original) for name, original in self._torchs.items()}
+
+    def __enter__(self) -> None:
+        self._change(1, self._ours)
+
+    def __exit__(self, *_: object) -> None:
+        self._change(-1, self._torchs)
+
+    def _change(self, step: int, losses: dict[str, Callable[..., Tensor]]) -> None:
+        with self._lock:
+            self._watching += step
+            if self._watching == max(step, 0):  # the first to come, or the last to go
+                for name, loss in losses.items():
+                    setattr(torch._C._nn, name, loss)
+
+
 @functools.cache
-def _install() -> None:
-    for name in _NAMES:
-        setattr(torch._C._nn, name, _caught(getattr(torch._C._nn, name)))
+def _check() -> None:
     found: list[Loss] = []
 
     def note(out: Tensor, loss: Loss) -> Tensor:
         found.append(loss)
         return out
 
-    _watcher.seen = note
     y = torch.zeros(1, dtype=torch.int64, device="cpu")
-    with torch.enable_grad():
+    before, _watcher.seen = _watcher.seen, note
+    with torch.enable_grad(), _in_place:
         x = torch.zeros(1, 2, device="cpu", requires_grad=True)
         F.cross_entropy(x, y)
         F.nll_loss(x, y)
-    _watcher.seen = None
+    _watcher.seen = before
     if len(found) != 2:
         raise PlanError(
             f"torch {torch.__version__} calls its losses in another way than this package watches.",
@@ -98,3 +119,6 @@ def _caught(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return seen(out, Loss(input, target, weight, ignore_index))
 
     return run
+
+
+_in_place = _InPlace()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from whale_torch.comm.call import Anchor, Call, Trained, deliver
+from whale_torch.comm.call import Anchor, Call, Trained, accept, deliver
 from whale_torch.comm.columns import Columns, plain
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.local_random import stream_code
@@ -24,7 +25,7 @@ from whale_torch.planning.plan import GatherRecord, Plan
 from whale_torch.strategies import delayed
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.members import Members
-from whale_torch.strategies.outputs import map_tensors
+from whale_torch.strategies.outputs import map_tensors, tensors_in
 from whale_torch.strategies.split_linear import ColumnLinear
 from whale_torch.strategies.state_hooks import cut_places
 
@@ -108,6 +109,8 @@ class Runtime:
         if grad:
             self._check_parameters(model)
         call = self._begin(args, kwargs, model.training)
+        if grad and self.plan.num_feeds > 1 and any(x.requires_grad for x in tensors_in((args, kwargs))):
+            args, kwargs = map_tensors((args, kwargs), functools.partial(accept, call=call))
         watched = self.plan.feed_size > 1 and model.training not in self._draws
         before = stream_code(self.mesh.device) if watched else 0
         try:

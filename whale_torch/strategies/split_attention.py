@@ -55,7 +55,7 @@ class HeadAttention(SplitModule, nn.MultiheadAttention):
         part = F.linear(out.reshape(*out.shape[:2], self._width * self.head_dim), self.out_proj.weight)
         own: Tensor = Leave.apply(part, masks.counts, self._region)  # type: ignore[no-untyped-call]
         if self.out_proj.bias is not None:
-            own = own + self.out_proj.bias
+            own = own + self.out_proj.bias.to(own.dtype)
         own = own if self.batch_first else own.transpose(0, 1)
         if not need_weights or weights is None:
             return own, None

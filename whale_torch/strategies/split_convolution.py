@@ -73,7 +73,7 @@ class RowConvolution(Convolution):
         self._check(input)
         x, counts = enter_channels(input, self._cut.widths, self._region)
         out = leave_rows(self._convolve(x, None), counts, (input.shape[0],), self._region)
-        return out if self.bias is None else out + self.bias.view(-1, *[1] * (out.dim() - 2))
+        return out if self.bias is None else out + self.bias.to(out.dtype).view(-1, *[1] * (out.dim() - 2))
 
 
 class GroupConvolution(Convolution):

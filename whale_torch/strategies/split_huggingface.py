@@ -69,7 +69,7 @@ class _OutputProjection(SplitModule):
         own = leave_rows(self._product(input), call.counts, (call.counts[call.region.rows.index],), call.region)
         call.left = own
         bias = self._parameters.get("bias")
-        return own if bias is None else own + bias
+        return own if bias is None else own + bias.to(own.dtype)
 
 
 class _LinearOutput(_OutputProjection, nn.Linear):

@@ -35,7 +35,7 @@ class RowLinear(SplitModule, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         x, counts, lead = enter_columns(input, self._cut.widths, self._region)
         out = leave_rows(F.linear(x, self.weight), counts, lead, self._region)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.bias.to(out.dtype)  # under autocast out is narrow
 
 
 class _TransposedColumns(SplitModule):
@@ -57,7 +57,8 @@ class _TransposedRows(SplitModule):
 
     def forward(self, x: Tensor) -> Tensor:
         columns, counts, lead = enter_columns(x, self._cut.widths, self._region)
-        return leave_rows(columns @ self.weight, counts, lead, self._region) + self.bias
+        out = leave_rows(columns @ self.weight, counts, lead, self._region)
+        return out + self.bias.to(out.dtype)
 
 
 register_class("Linear", "columns", ColumnLinear)
