@@ -80,7 +80,8 @@ class Call:
     batch: what this rank was fed. trained: which parameters it trains. anchor: where backward arms the reducers.
     summed: the loss is a sum over samples, not a mean. witness: tells what gradients of cut ones were multiplied by.
     before_backward: what every rank does first in a backward that comes to the model's output.
-    later: something else is to travel along: `send` starts the exchange, and not this.
+    later: something else is to travel along: `send` starts the exchange, and not this. labels: over which it travels
+    where it comes after; never mixed up with the row counts of a rank that left out a forward.
     The 48 bytes travel while the model runs, or its loss, and are waited for where a weight is first needed.
     """
 
@@ -97,6 +98,7 @@ class Call:
         summed: bool = False,
         witness: Witness | None = None,
         later: bool = False,
+        labels: Group | None = None,
     ):
         self.anchor, self._witness = anchor, witness
         self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
@@ -105,6 +107,7 @@ class Call:
         self._table: list[list[int]] | None = None
         seen = 0 if witness is None else witness.take()
         self._header = (batch.rows, batch.digest, batch.other, trained.code, batch.stream, seen)
+        self._labels = labels or world
         self._spreads: list[Spread] = []
         if not later or feed_size > 1:
             self.send()
@@ -113,8 +116,8 @@ class Call:
 
     def send(self, more: Sequence[int] = ()) -> Callable[[], torch.Tensor]:
         """Sends what this rank was fed and `more` numbers; the returned call gives those of all, [world, len(more)]."""
-        header = () if self._spreads else self._header
-        spread = spread_async((*header, *more), self.world, name=_NAME)
+        header, group = ((), self._labels) if self._spreads else (self._header, self.world)
+        spread = spread_async((*header, *more), group, name=_NAME)
         self._spreads.append(spread)
         return lambda: spread.wait()[:, len(header) :]
 

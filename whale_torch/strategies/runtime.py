@@ -87,6 +87,8 @@ class Runtime:
         self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), self._members.parameters)
         self._draws: set[bool] = set()  # in which modes, training or not, forwards were seen to draw random numbers
         self._seeks_losses = plan.num_feeds > 1 and may_call_losses(model)
+        apart = self._seeks_losses and plan.feed_size > 1
+        self._labels_group = mesh.everyone(channel="counts of labels") if apart else self._counts_group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
         return CopiedRuntime(self.plan, self.regions)
@@ -115,7 +117,7 @@ class Runtime:
         before = stream_code(self.mesh.device) if watched else 0
         try:
             if grad and self._seeks_losses:
-                with TrueMeanLoss(call, self._counts_group):
+                with TrueMeanLoss(call, self._labels_group):
                     out = forward(model, *args, **kwargs)
             else:
                 out = forward(model, *args, **kwargs)
@@ -134,6 +136,7 @@ class Runtime:
         self.call = Call(
             self._counts_group, plan.feed_size, batch, self._trained_code, self._anchor,
             summed=plan.loss == "sum", witness=self._witness, later=self._seeks_losses and torch.is_grad_enabled(),
+            labels=self._labels_group,
         )  # fmt: skip
         for region in self.regions:
             region.call = self.call
