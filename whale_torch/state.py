@@ -64,4 +64,6 @@ def _whole(value: Tensor, is_parameter: bool, model: nn.Module, key: str) -> Ten
     runtime = model.__dict__.get(KEY)
     if is_parameter or not isinstance(runtime, Runtime):
         return value.detach().clone()
-    return broadcast_copy(value, runtime.mesh.everyone(), name=f"buffer {key}")
+    return broadcast_copy(
+        value, runtime.mesh.everyone(), name=f"buffer '{key}' (wh.full_state_dict is called on every rank)"
+    )

@@ -110,5 +110,10 @@ def join(part: Tensor, place: ParameterPlace) -> Tensor:
     if shard is None or parts is None or parts.size == 1:
         return part.clone()
     sizes = [torch.Size(shard.local_shape(i)).numel() for i in range(parts.size)]
-    flat = all_gather_rows(part.contiguous().view(-1), sizes, parts, name=f"whole of {place.name}")
+    flat = all_gather_rows(
+        part.contiguous().view(-1),
+        sizes,
+        parts,
+        name=f"the whole of '{place.name}' (wh.full_state_dict is called on every rank)",
+    )
     return shard.join([piece.view(shard.local_shape(i)) for i, piece in enumerate(torch.split(flat, sizes))])
