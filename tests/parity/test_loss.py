@@ -686,7 +686,7 @@ class _Nested(nn.Module):
 
 def _labels_of_one_replica(rank: int, n: int, differ: bool) -> float:
     model = wh.parallelize(_Nested(), default=wh.replica())
-    labels = torch.tensor([0, 1, rank if differ else 2])
+    labels = torch.tensor([0, 5, 1, 5, rank if differ else 2, 5])[::2]  # not contiguous
     return float(F.cross_entropy(model(torch.ones(3, 4)), labels).detach())
 
 

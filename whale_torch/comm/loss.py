@@ -281,7 +281,7 @@ def _targets_of_all(mine: Tensor, place: ColumnsPlace, detail: str) -> Tensor:
         labels = [label for row, count in zip(rows, counts, strict=True) for label in row[:count]]
         return torch.tensor(labels, dtype=torch.int64, device=mine.device)
     if region.twins.size > 1 and region.rows.size == 1 and mine.device.type == "cpu":  # one feed: labels must be equal
-        detail += f" labels {zlib.crc32(mine.numpy().data):x}"
+        detail += f" labels {zlib.crc32(mine.contiguous().numpy().data):x}"
     place.agree("cross_entropy", detail)
     return gather_feeds(mine, counts, region, "cross_entropy labels")
 
