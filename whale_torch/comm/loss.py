@@ -1,4 +1,4 @@
-"""Cross entropy across the ranks of a split, and the true mean of any cross entropy inside the model.
+"""Cross entropy across the ranks of a split.
 
 One mean over the whole batch is wanted, of whatever rows the ranks hold: the value a rank sees is the mean over the
 rows its group ran; the gradient is divided by the global count (docs/design.md 5.3).
@@ -11,25 +11,22 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from whale_torch import ops
-from whale_torch.comm.bridge import ScaleBackward, first_order, gather_feeds, mean_of_seeds, own_feed
-from whale_torch.comm.call import Anchor, Call, deliver
+from whale_torch.comm.bridge import first_order, gather_feeds, mean_of_seeds, own_feed
+from whale_torch.comm.call import deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
-from whale_torch.comm.columns import Columns, ColumnsPlace, dtype_and_device, plain, register_function, user_site
-from whale_torch.comm.loss_counts import LossCounts
-from whale_torch.comm.loss_watch import Loss, watch
+from whale_torch.comm.columns import Columns, ColumnsPlace, dtype_and_device, plain, register_function
 from whale_torch.comm.region import MOST_NUMBERS, Region
 from whale_torch.errors import LossError
 from whale_torch.mesh import Group
 from whale_torch.ops.precision import autocast_dtype
 
-__all__ = ["TrueMeanLoss", "cross_entropy"]
+__all__ = ["cross_entropy", "divided"]
 
 
 class _Rows:
@@ -128,7 +125,7 @@ class _Problem:
         elif self.divisor is None:
             per_row = grad * self.sum_scale
         else:
-            per_row = _divided(grad, self.divisor())
+            per_row = divided(grad, self.divisor())
         soft = per_row * rows.soft
         if rows.plain:
             return soft, soft, None
@@ -221,7 +218,7 @@ class _Divisor:
         return self._sum * (self._share() / self._size)
 
 
-def _divided(x: Tensor, by: Tensor | float) -> Tensor:
+def divided(x: Tensor, by: Tensor | float) -> Tensor:
     """x / by, and 0 where there is nothing to divide by."""
     if isinstance(by, float):
         return x / by if by else torch.zeros_like(x)
@@ -348,48 +345,3 @@ def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if not isinstance(z, Columns) or isinstance(target, Columns):
         return NotImplemented
     return cross_entropy(*args, **kwargs)
-
-
-_latest: WeakKeyDictionary[Anchor, LossCounts] = WeakKeyDictionary()
-"""Of each model, by its anchor: the losses of its last forward."""
-
-
-class TrueMeanLoss:
-    """While the model's forward runs: a mean over ignored or weighted labels gets the gradient of the global mean.
-
-    The value stays the rank's own mean. Loss functions on Columns do this themselves. Every rank enters it, also one
-    that calls no loss: the ranks' counts of labels are exchanged at its end.
-    """
-
-    def __init__(self, call: Call, copies: Group):
-        self._call = call
-        self._counts = LossCounts(copies, call.anchor.zero.device, _latest.get(call.anchor))
-        self._watch = watch(self._true_mean)
-
-    def __enter__(self) -> None:
-        self._watch.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        self._watch.__exit__(kind, *rest)
-        if kind is None:
-            self.finish()
-
-    def finish(self) -> None:
-        """Starts the exchange of counts, of which this rank may have none."""
-        self._counts.start(self._call.send)
-        _latest[self._call.anchor] = self._counts
-        self._call.before_backward = self._counts.settle
-
-    def _true_mean(self, out: Tensor, loss: Loss) -> Tensor:
-        keep = loss.target != loss.ignore_index
-        if loss.weight is None:
-            mine = keep.sum()
-        else:
-            mine = (loss.weight.to(torch.float64)[loss.target.masked_fill(~keep, 0)] * keep).sum()
-        number, call, counts = self._counts.add(mine, user_site()), self._call, self._counts
-
-        def factor() -> Tensor:
-            return _divided(mine.to(torch.float64), counts.mean(number) * call.weight())
-
-        scaled: Tensor = ScaleBackward.apply(out, factor)  # type: ignore[no-untyped-call]
-        return scaled

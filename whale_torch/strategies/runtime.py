@@ -14,10 +14,10 @@ from whale_torch.comm.call import Anchor, Call, Trained, accept, deliver
 from whale_torch.comm.columns import Columns, plain
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.local_random import stream_code
-from whale_torch.comm.loss import TrueMeanLoss
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
 from whale_torch.comm.scale import Witness
+from whale_torch.comm.true_mean import TrueMeanLoss
 from whale_torch.errors import LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.cost import may_call_losses
