@@ -1,0 +1,187 @@
+"""A recorded forward: calls of whole modules, and the operations of the glue between them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Context", "Graph", "Kind", "Made", "Node", "item", "map_nodes", "nodes_in", "tensors_in"]
+
+Kind = Literal["input", "parameter", "buffer", "constant", "count", "call", "module"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What is switched on around a call: gradients, and autocast's dtype by device type (None: off)."""
+
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype | None], ...]
+
+    @staticmethod
+    def now(device_types: Sequence[str] = ("cpu", "cuda")) -> Context:
+        def dtype(kind: str) -> torch.dtype | None:
+            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+        return Context(torch.is_grad_enabled(), tuple((kind, dtype(kind)) for kind in device_types))
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The context switched on, whatever is on now."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast:
+                if dtype is not None or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None))
+            yield
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class Node:
+    """One value of a recorded forward.
+
+    kind and target: "input" (number of the model's tensor input), "parameter", "buffer" (dotted name), "constant" (the
+    object itself), "count" (number of a count known before the first micro-batch), "call" (a function), "module"
+    (dotted name). args, kwargs: nests with Nodes where values go in. value: what the recording saw, without memory.
+    where: the user's file:line. stage: asked for by an annotation. draws: random numbers. context: other than the
+    whole forward's. writes: number of the argument leaf that a call changes and that is the node's value.
+    """
+
+    kind: Kind
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    value: Any = None
+    where: str = ""
+    stage: int | None = None
+    draws: bool = False
+    context: Context | None = None
+    writes: int | None = None
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        if self.kind == "call":
+            return str(getattr(self.target, "__qualname__", None) or getattr(self.target, "__name__", self.target))
+        return f"{self.kind} {self.target!r}" if self.kind != "constant" else "a constant"
+
+    def __repr__(self) -> str:
+        return f"<{self.name} at {self.where}>"
+
+    def inputs(self) -> Iterator[Node]:
+        """The Nodes that go in."""
+        yield from nodes_in((self.args, self.kwargs))
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Callable[..., Any]) -> Any:
+        """The value that `target`, the function or the live module, gives for arguments."""
+        with self.context.entered() if self.context is not None else contextlib.nullcontext():
+            out = target(*args, **kwargs)
+        return out if self.writes is None else list(_leaves((args, kwargs)))[self.writes]
+
+
+@dataclass
+class Graph:
+    """A recorded forward: its Nodes in order, and the nest of Nodes that the model returns.
+
+    ambient: the context of the whole forward. value: the model's output as the recording saw it.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    output: Any = None
+    value: Any = None
+    ambient: Context | None = None
+
+    def users(self) -> dict[Node, list[Node]]:
+        """For every Node those that read it, in order."""
+        found: dict[Node, list[Node]] = {node: [] for node in self.nodes}
+        for node in self.nodes:
+            for source in dict.fromkeys(node.inputs()):
+                found[source].append(node)
+        return found
+
+    def needed(self, results: Sequence[Node]) -> set[Node]:
+        """What the results are made of, and the calls that write into it."""
+        live: set[Node] = set()
+        waiting = list(results)
+        while waiting:
+            node = waiting.pop()
+            if node not in live:
+                live.add(node)
+                waiting += node.inputs()
+        return live
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A dataclass object that the glue makes: its type and its fields, with Nodes inside."""
+
+    cls: type
+    fields: dict[str, Any]
+
+    def make(self) -> Any:
+        return self.cls(**self.fields)
+
+
+def map_nodes(value: Any, change: Callable[[Node], Any]) -> Any:
+    """The nest with each Node exchanged; objects that hold Nodes are made."""
+    if isinstance(value, Node):
+        return change(value)
+    if isinstance(value, Made):
+        return Made(value.cls, {name: map_nodes(item, change) for name, item in value.fields.items()}).make()
+    if type(value) is tuple:
+        return tuple(map_nodes(item, change) for item in value)
+    if type(value) is list:
+        return [map_nodes(item, change) for item in value]
+    if isinstance(value, tuple):
+        items = [map_nodes(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {key: map_nodes(item, change) for key, item in value.items()}
+    if type(value) is slice:
+        return slice(*(map_nodes(item, change) for item in (value.start, value.stop, value.step)))
+    return value
+
+
+def nodes_in(value: Any) -> Iterator[Node]:
+    """The Nodes of a nest, in order."""
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, Made):
+        yield from nodes_in(value.fields)
+    elif isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from nodes_in(entry)
+    elif type(value) is dict:
+        yield from nodes_in(tuple(value.values()))
+    elif type(value) is slice:
+        yield from nodes_in((value.start, value.stop, value.step))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nest of tuples, lists, dicts and dataclasses, in order."""
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for entry in value:
+            yield from _leaves(entry)
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _leaves(entry)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for part in dataclasses.fields(value):
+            yield from _leaves(getattr(value, part.name, None))
+    else:
+        yield value
+
+
+def item(node: Node, key: Any, value: Any, *, attribute: bool = False) -> Node:
+    """A part of what another Node gave."""
+    return Node("call", getattr if attribute else operator.getitem, (node, key), value=value, where=node.where)
