@@ -78,7 +78,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, root: nn.Module, leaf: Leaf):
         super().__init__()
         self.graph = Graph(ambient=Context.now())
-        self.draws = _Draws()
+        self.draws = _Draws()  # type: ignore[no-untyped-call]
         self.root, self._leaf = root, leaf
         self._names = {id(module): name for name, module in root.named_modules()}
         self._attributes = _tensors_of(root)
@@ -341,13 +341,13 @@ def _patched(recorder: _Recorder) -> Iterator[None]:
 
     try:
         for cls, original in calls.items():
-            cls.__call__ = through(original)
+            cls.__call__ = through(original)  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(apply_through)  # type: ignore[assignment, method-assign]
         yield
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
         for cls, original in calls.items():
-            cls.__call__ = original
+            cls.__call__ = original  # type: ignore[method-assign]
 
 
 def _tensors_of(root: nn.Module) -> dict[int, tuple[Literal["parameter", "buffer"], str]]:
