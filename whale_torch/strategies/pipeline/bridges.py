@@ -1,0 +1,70 @@
+"""autograd at the borders of a stage, and of the whole pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale_torch.errors import LossError
+
+__all__ = ["Deliver", "DeliverLater", "Enter"]
+
+Gradients = list[Tensor | None]
+
+
+class Enter(torch.autograd.Function):
+    """Received tensors as a stage may use them: no leaves, so that it may write into them; their gradients go into
+    `slot`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, slot: Gradients, *received: Tensor) -> tuple[Tensor, ...]:
+        ctx.slot = slot
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.slot[:] = grads
+        return (None, None) + (None,) * len(grads)
+
+
+class Deliver(torch.autograd.Function):
+    """A loss whose gradients are known already: backward scales them by what flows in and gives them to parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, held: Gradients, *parameters: Tensor) -> Tensor:
+        ctx.held = held
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        held, ctx.held = ctx.held, None
+        if held is None:
+            raise LossError(
+                "backward ran twice through the loss of a pipeline, whose gradients were delivered by the first run.",
+                fix="add losses up and call backward once; retain_graph=True has no effect on a pipeline",
+            )
+        return (None, None, *(None if h is None else h.mul_(grad.to(h.dtype)) for h in held))
+
+
+class DeliverLater(torch.autograd.Function):
+    """Outputs of a pipeline whose loss is the user's: backward runs the pipeline's backwards on their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Callable[[Sequence[Tensor | None]], Gradients], count: int, *rest: Tensor) -> Any:
+        ctx.run = backward
+        ctx.set_materialize_grads(False)
+        return tuple(x.clone() for x in rest[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        run, ctx.run = ctx.run, None
+        if run is None:
+            raise LossError(
+                "backward ran twice through the output of a pipeline.",
+                fix="add losses up and call backward once; retain_graph=True has no effect on a pipeline",
+            )
+        return (None, None, *(None for _ in grads), *run(grads))

@@ -1,0 +1,90 @@
+"""What a pipelined model returns in training: scalars, and placeholders that say why they are none."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from whale_torch.errors import LayoutError, LossError
+from whale_torch.trace.graph import Graph, Made, Node, nodes_in
+
+__all__ = ["Placeholder", "losses_of", "training_results"]
+
+
+class Placeholder:
+    """Stands for an output of a pipelined model in training that is no scalar: its rows lie on the last stage only."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        object.__setattr__(self, "_shape", shape)
+
+    def __repr__(self) -> str:
+        return f"Placeholder(an output of shape {self._shape} that stays on a pipeline's last stage)"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise LayoutError(
+            f"an output of shape {self._shape} of a pipelined model was used; in training a pipeline with its loss "
+            "inside returns scalars only.",
+            fix="evaluate (model.eval(), torch.no_grad()) to get it, or return only it and take the loss outside",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next(value for value in args if isinstance(value, cls))
+        first._refuse()
+
+
+def losses_of(graph: Graph) -> tuple[Node | None, list[Node]]:
+    """The loss of a recorded forward, None where it returns none, and all its floating-point scalars.
+
+    The loss is the field or key `loss` of what the model returns, else its only differentiable scalar.
+    Raises LossError where several could be it.
+    """
+    scalars = list(dict.fromkeys(node for node in nodes_in(graph.output) if _is_scalar(node)))
+    candidates = [node for node in scalars if node.value.requires_grad]
+    if not candidates:
+        return None, scalars
+    named = _named_loss(graph.output)
+    if named in candidates:
+        return named, scalars
+    if len(candidates) > 1:
+        raise LossError(
+            f"the model returns {len(candidates)} differentiable scalars and calls none of them `loss`.",
+            where=candidates[1].where,
+            fix="return one of them, their sum, or a dict or dataclass with a `loss`",
+        )
+    return candidates[0], scalars
+
+
+def training_results(output: Any) -> Any:
+    """The nest that a model returns, with Nodes for its scalars and placeholders for its other tensors."""
+    if isinstance(output, Node):
+        if not isinstance(output.value, Tensor) or _is_scalar(output):
+            return output
+        return Placeholder(tuple(output.value.shape))
+    if isinstance(output, Made):
+        return Made(output.cls, {name: training_results(value) for name, value in output.fields.items()})
+    if isinstance(output, (tuple, list)):
+        items = [training_results(value) for value in output]
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if isinstance(output, dict):
+        return {key: training_results(value) for key, value in output.items()}
+    return output
+
+
+def _is_scalar(node: Node) -> bool:
+    return isinstance(node.value, Tensor) and node.value.dim() == 0 and node.value.is_floating_point()
+
+
+def _named_loss(output: Any) -> Node | None:
+    fields = output.fields if isinstance(output, Made) else output if isinstance(output, dict) else {}
+    found = fields.get("loss")
+    return found if isinstance(found, Node) else None

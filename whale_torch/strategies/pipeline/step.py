@@ -1,0 +1,180 @@
+"""One step of a pipeline on one rank: the rank's row of the schedule, action by action."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from whale_torch.comm.messages import Form, Message, Messages
+from whale_torch.strategies.outputs import map_tensors
+from whale_torch.strategies.pipeline.bridges import Enter
+from whale_torch.trace.graph import Node
+from whale_torch.trace.program import StageProgram
+
+__all__ = ["MicroBatch", "Step", "edges_of", "forms_of"]
+
+Slot = tuple[list[Tensor | None], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch: the model's tensor inputs, the stages' programs for them, and its counts of the loss."""
+
+    inputs: Sequence[Tensor]
+    programs: Sequence[StageProgram]
+    counts: Sequence[Any]
+
+
+@dataclass
+class _Alive:
+    """A forward whose backward is to come.
+
+    slots: where gradients of received tensors land, by producing stage. edges: of what was sent, by reading stage.
+    results: gradient edges of what the last stage gave.
+    """
+
+    slots: dict[int, Slot] = field(default_factory=dict)
+    edges: dict[int, list[GradientEdge | None]] = field(default_factory=dict)
+    results: list[GradientEdge | None] = field(default_factory=list)
+
+
+class Step:
+    """Runs forwards and backwards of the stages of one rank.
+
+    grad: whether backwards follow. find: the live module, parameter or buffer that a Node of a stage names.
+    seed: of this step; every stage and micro-batch draws from a stream of its own. roots: of what the last stage
+    returns, the tensors that backward starts at. ended: called after each backward, with stage and micro-batch.
+    """
+
+    def __init__(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        messages: Messages,
+        *,
+        grad: bool,
+        find: Callable[[Node], Any],
+        seed: int,
+        anchor: Tensor,
+        roots: Callable[[Any], list[Tensor]],
+        ended: Callable[[int, int], None] = lambda stage, micro_batch: None,
+    ):
+        self.micro_batches, self.messages, self.grad = micro_batches, messages, grad
+        self.results: dict[int, Any] = {}
+        self.peak = 0
+        self._find, self._seed, self._anchor, self._roots, self._ended = find, seed, anchor, roots, ended
+        self._alive: dict[tuple[int, int], _Alive] = {}
+
+    def forward(self, stage: int, number: int) -> None:
+        """Runs a stage on a micro-batch and sends on what later stages read."""
+        batch = self.micro_batches[number]
+        program, alive = batch.programs[stage], _Alive()
+        received = self._receive(program, number, alive)
+        with self._stream(program, stage, number), torch.set_grad_enabled(self.grad):
+            values, results = program.run(batch.inputs, batch.counts, received, self._find)
+        for goal, nodes in program.sends.items():
+            tensors = [values[node] for node in nodes]
+            message = Message("activation", stage, goal, number)
+            self.messages.send(message, [x.detach() for x in tensors])
+            if self.grad:
+                flows = [x for node, x in zip(nodes, tensors, strict=True) if node.value.requires_grad]
+                alive.edges[goal] = [get_gradient_edge(x) if x.requires_grad else None for x in flows]
+        if stage == len(batch.programs) - 1:
+            if self.grad:
+                alive.results = [get_gradient_edge(x) if x.requires_grad else None for x in self._roots(results)]
+            self.results[number] = _detached(results)
+        if self.grad:
+            self._alive[stage, number] = alive
+            self.peak = max(self.peak, len(self._alive))
+
+    def backward(self, stage: int, number: int, seeds: Sequence[Tensor | None] = ()) -> None:
+        """Runs a stage's backward and sends gradients to the stages whose values it read.
+
+        seeds: gradients of the last stage's roots.
+        """
+        alive = self._alive.pop((stage, number))
+        roots: list[GradientEdge] = []
+        grads: list[Tensor] = []
+        for goal, edges in alive.edges.items():
+            if edges:
+                arrived = self.messages.receive(Message("gradient", goal, stage, number))
+                _pair(edges, arrived, roots, grads)
+        _pair(alive.results, seeds, roots, grads)
+        if roots:
+            with torch.autocast("cpu", enabled=False):
+                torch.autograd.backward(roots, grads)
+        for source, (slot, tensors) in alive.slots.items():
+            sent = [torch.zeros_like(x) if g is None else g for g, x in zip(slot, tensors, strict=True)]
+            self.messages.send(Message("gradient", stage, source, number), sent)
+        self._ended(stage, number)
+
+    def _receive(self, program: StageProgram, number: int, alive: _Alive) -> dict[Node, Tensor]:
+        received: dict[Node, Tensor] = {}
+        for source, nodes in program.receives.items():
+            tensors = self.messages.receive(Message("activation", source, program.index, number))
+            arrived = dict(zip(nodes, tensors, strict=True))
+            flows = [node for node in nodes if node.value.requires_grad]
+            if flows and self.grad:
+                slot: list[Tensor | None] = [None] * len(flows)
+                before = [arrived[node] for node in flows]
+                entered = Enter.apply(self._anchor, slot, *before)  # type: ignore[no-untyped-call]
+                arrived.update(zip(flows, entered, strict=True))
+                alive.slots[source] = (slot, [x.new_empty(()).expand(x.shape) for x in before])
+            received |= arrived
+        return received
+
+    @contextlib.contextmanager
+    def _stream(self, program: StageProgram, stage: int, number: int) -> Iterator[None]:
+        """Random numbers that depend on step, stage and micro-batch only, whatever the schedule."""
+        if not program.draws:
+            yield
+            return
+        generator = torch.default_generator  # torch.manual_seed formats a stack trace for each device type
+        state = generator.get_state()
+        generator.manual_seed(zlib.crc32(f"{self._seed} {stage} {number}".encode()) << 16 | self._seed & 0xFFFF)
+        try:
+            yield
+        finally:
+            generator.set_state(state)
+
+
+def forms_of(micro_batches: Sequence[MicroBatch]) -> Callable[[Message], list[Form]]:
+    """What each message of a step holds."""
+
+    def forms(message: Message) -> list[Form]:
+        programs = micro_batches[message.micro_batch].programs
+        if message.kind == "activation":
+            nodes = programs[message.goal].receives[message.source]
+        else:
+            nodes = tuple(n for n in programs[message.source].receives[message.goal] if n.value.requires_grad)
+        return [Form(tuple(node.value.shape), node.value.dtype) for node in nodes]
+
+    return forms
+
+
+def edges_of(programs: Sequence[StageProgram]) -> Mapping[tuple[int, int], bool]:
+    """Between which stages values go, and whether gradients come back."""
+    return {
+        (source, program.index): any(node.value.requires_grad for node in nodes)
+        for program in programs
+        for source, nodes in program.receives.items()
+    }
+
+
+def _pair(
+    edges: Sequence[GradientEdge | None], found: Sequence[Tensor | None], roots: list[GradientEdge], grads: list[Tensor]
+) -> None:
+    for edge, grad in zip(edges, found, strict=True):
+        if edge is not None and grad is not None:
+            roots.append(edge)
+            grads.append(grad)
+
+
+def _detached(value: Any) -> Any:
+    return map_tensors(value, Tensor.detach)

@@ -1,0 +1,69 @@
+"""What one stage runs of a recorded forward: its steps, what it receives and what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whale_torch.trace.graph import Node, map_nodes
+
+__all__ = ["StageProgram", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One Node to run, and those whose values nobody reads afterwards."""
+
+    node: Node
+    drops: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One stage's part of one recorded forward.
+
+    steps: in order, with the glue that depends on inputs only and is recomputed here. receives: values from each
+    earlier stage; sends: values to each later one, in the same order on both sides. results: the nest that the model
+    returns, on the last stage. draws: whether it draws random numbers. modules, parameters: dotted names that it needs.
+    """
+
+    index: int
+    steps: tuple[Step, ...]
+    receives: Mapping[int, tuple[Node, ...]]
+    sends: Mapping[int, tuple[Node, ...]]
+    results: Any
+    draws: bool
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+    def run(
+        self,
+        inputs: Sequence[Any],
+        counts: Sequence[Any],
+        received: Mapping[Node, Any],
+        find: Callable[[Node], Any],
+    ) -> tuple[dict[Node, Any], Any]:
+        """One forward of the stage: the values that it sends, by Node, and its results.
+
+        inputs: the model's tensor inputs. counts: of the loss, by number. received: values by Node. find: the live
+        module, parameter or buffer that a Node names.
+        """
+        values: dict[Node, Any] = dict(received)
+        for step in self.steps:
+            node = step.node
+            if node.kind == "call" or node.kind == "module":
+                args, kwargs = map_nodes((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.run(args, kwargs, node.target if node.kind == "call" else find(node))
+            elif node.kind == "input":
+                values[node] = inputs[node.target]
+            elif node.kind == "constant":
+                values[node] = node.target
+            elif node.kind == "count":
+                values[node] = counts[node.target]
+            else:
+                values[node] = find(node)
+            for dropped in step.drops:
+                del values[dropped]
+        sent = {node: values[node] for nodes in self.sends.values() for node in nodes}
+        return sent, map_nodes(self.results, values.__getitem__)
