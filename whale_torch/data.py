@@ -29,7 +29,7 @@ def data_rank(model: nn.Module) -> tuple[int, int]:
     Raises PlanError for a model that is not parallelized.
     """
     runtime = runtime_of(model, "wh.data_rank")
-    return runtime.mesh.rank // runtime.plan.feed_size, runtime.plan.num_feeds
+    return runtime.plan.feed_of(runtime.mesh.rank), runtime.plan.num_feeds
 
 
 def sampler(

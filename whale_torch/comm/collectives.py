@@ -89,21 +89,22 @@ def all_reduce_async(x: torch.Tensor, group: Group, *, name: str = "all-reduce")
     return lambda: _wait(group, name, work)
 
 
-def broadcast(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
-    """Overwrites x with that of the group's first rank."""
+def broadcast(x: torch.Tensor, group: Group, source: int = 0, *, name: str = "broadcast") -> torch.Tensor:
+    """Overwrites x with that of the group's rank at place `source`."""
     if group.size > 1:
         group.count(x.numel() * x.element_size(), name)
-        _run(group, name, lambda: dist.broadcast(x, group.ranks[0], group=group.process_group))
+        _run(group, name, lambda: dist.broadcast(x, group.ranks[source], group=group.process_group))
     return x
 
 
-def broadcast_copy(x: torch.Tensor, group: Group, *, name: str = "broadcast") -> torch.Tensor:
-    """A dense copy of the first rank's x, of any dtype, on every rank of the group."""
+def broadcast_copy(x: torch.Tensor, group: Group, source: int = 0, *, name: str = "broadcast") -> torch.Tensor:
+    """A dense copy of the x, of any dtype, of the rank at place `source`, on every rank of the group."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if out.numel():
         broadcast(
             torch.view_as_real(out) if out.is_complex() else out.view(torch.uint8) if out.dtype is torch.bool else out,
             group,
+            source,
             name=name,
         )
     return out

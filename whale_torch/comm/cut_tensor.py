@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale_torch.comm.collectives import all_gather_rows
+from whale_torch.comm.collectives import all_gather_rows, broadcast_copy
 from whale_torch.comm.registry import ParameterPlace, refuse_to_write
 
 __all__ = ["CutTensor", "join"]
@@ -54,6 +54,8 @@ class CutTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shard, parts = self._place.shard, self._place.parts
+        if not self._place.held:
+            return f"CutTensor('{self._place.name}' {tuple(self.part().shape)}, of another rank's stage)"
         assert shard is not None and parts is not None
         where = f"part {parts.index} of {parts.size} of '{self._place.name}' {shard.shape}"
         return f"CutTensor({where}, {self.part()!r})"
@@ -105,8 +107,21 @@ def _mark(value: Any, place: ParameterPlace) -> Any:
 
 @torch.no_grad()
 def join(part: Tensor, place: ParameterPlace) -> Tensor:
-    """The whole tensor from the parts that the ranks of `place.parts` hold, equal on each: a collective over them."""
+    """The whole tensor from what the ranks of `place.parts`, or of the pipeline, hold: a collective over them."""
+    whole = _of_parts(part, place)
+    if place.pipeline is None:
+        return whole
+    return broadcast_copy(whole, place.pipeline, place.holder, name=_told(place))
+
+
+def _told(place: ParameterPlace) -> str:
+    return f"the whole of '{place.name}' (wh.full_state_dict is called on every rank)"
+
+
+def _of_parts(part: Tensor, place: ParameterPlace) -> Tensor:
     shard, parts = place.shard, place.parts
+    if not place.held:
+        return part.new_empty(part.shape if shard is None else shard.shape)
     if shard is None or parts is None or parts.size == 1:
         return part.clone()
     sizes = [torch.Size(shard.local_shape(i)).numel() for i in range(parts.size)]
@@ -114,6 +129,6 @@ def join(part: Tensor, place: ParameterPlace) -> Tensor:
         part.contiguous().view(-1),
         sizes,
         parts,
-        name=f"the whole of '{place.name}' (wh.full_state_dict is called on every rank)",
+        name=_told(place),
     )
     return shard.join([piece.view(shard.local_shape(i)) for i, piece in enumerate(torch.split(flat, sizes))])

@@ -8,7 +8,7 @@ nobody used keeps grad None. docs/design.md 5.7.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,11 +60,17 @@ class Reducer:
 
     parameters: in order of registration, all of one dtype. reduction: how one flat buffer is averaged.
     bucket_bytes: size of a message; a larger parameter is cut by rows. max_in_flight: messages under way at once.
-    Their product bounds the staging memory.
+    Their product bounds the staging memory. hooked: gradients are noticed as they arrive; else `arrive` says so.
     """
 
     def __init__(
-        self, parameters: list[torch.nn.Parameter], reduction: Reduction, *, bucket_bytes: int, max_in_flight: int
+        self,
+        parameters: list[torch.nn.Parameter],
+        reduction: Reduction,
+        *,
+        bucket_bytes: int,
+        max_in_flight: int,
+        hooked: bool = True,
     ):
         self.reduction, self.max_in_flight = reduction, max_in_flight
         self.groups = reduction.groups
@@ -85,7 +91,8 @@ class Reducer:
         for index, bucket in enumerate(self.buckets):
             for piece in bucket.pieces:
                 homes.setdefault(piece.parameter, []).append(index)
-        self._handles = [on_gradient(p, self._ready, tuple(home)) for p, home in homes.items()]
+        self._homes = homes
+        self._handles = [on_gradient(p, self._ready, tuple(home)) for p, home in homes.items()] if hooked else []
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
@@ -125,6 +132,14 @@ class Reducer:
             if homes[0] < self._next:
                 _refuse_late(parameter)
             return
+        self._note(homes, parameter)
+
+    def arrive(self, parameter: torch.nn.Parameter) -> None:
+        """The gradient of a parameter without a hook is there, or will not come."""
+        if parameter in self._homes:
+            self._note(self._homes[parameter], parameter)
+
+    def _note(self, homes: Sequence[int], parameter: torch.nn.Parameter) -> None:
         # A bucket leaves at the next event after its last parameter, when the user's own hooks on that one have run.
         while self._next < self._complete:
             self._launch()
@@ -162,7 +177,7 @@ class Reducer:
             grad = piece.parameter.grad
             if grad is None:
                 absent.append(number)
-                if id(piece.parameter) in self._arrived and piece.parameter.requires_grad:  # else frozen since forward
+                if self._handles and id(piece.parameter) in self._arrived and piece.parameter.requires_grad:
                     _refuse_taken(piece.parameter)
             else:
                 if grad.requires_grad or grad.layout is not torch.strided:

@@ -25,7 +25,8 @@ class ParameterPlace:
 
     name: its first name in the model. copies: ranks that hold the same values. shard, parts: how it is cut and the
     ranks that hold the parts, None for a whole parameter. site: the scope that cut it. world: all ranks of the model,
-    None where it is `copies`.
+    None where it is `copies`. pipeline: the ranks of this rank's pipeline, where only some of them hold it; holder: the
+    place among them of the first that does. held: whether this rank does.
     """
 
     name: str
@@ -34,10 +35,15 @@ class ParameterPlace:
     parts: Group | None = None
     site: str | None = None
     world: Group | None = None
+    pipeline: Group | None = None
+    holder: int = 0
+    held: bool = True
 
     @property
     def is_cut(self) -> bool:
-        """Whether this rank holds a part only."""
+        """Whether this rank holds a part only, or nothing."""
+        if not self.held:
+            return True
         return self.shard is not None and self.parts is not None and self.parts.size > 1
 
     @property
@@ -60,14 +66,25 @@ class ParameterPlace:
 
 def refuse_to_write(place: ParameterPlace) -> CheckpointError:
     """The error of whoever writes a part as if it were the whole."""
+    fix = (
+        "state = wh.full_state_dict(model) on every rank, then write that on one "
+        "(of an optimizer: each rank its own, with value.part())"
+    )
+    if not place.held:
+        assert place.pipeline is not None
+        return CheckpointError(
+            f"'{place.name}' belongs to a stage of rank {place.pipeline.ranks[place.holder]}: this rank "
+            f"({place.pipeline.rank}) has no values of it, so writing it would lose them.",
+            where=place.site,
+            fix=fix,
+        )
     assert place.shard is not None and place.parts is not None
     index = place.parts.index
     return CheckpointError(
         f"'{place.name}' is cut over ranks {list(place.parts.ranks)}: this rank holds {place.shard.local_shape(index)} "
         f"of {place.shard.shape}, so writing it would lose the rest.",
         where=place.site,
-        fix="state = wh.full_state_dict(model) on every rank, then write that on one "
-        "(of an optimizer: each rank its own, with value.part())",
+        fix=fix,
     )
 
 

@@ -30,13 +30,16 @@ class VirtualDevice:
     """Where a TaskGraph runs: `size` neighbouring ranks hold the parts of its parameters, 1 for a replica.
 
     world: all ranks, a multiple of size. feed_size: neighbouring ranks that are fed the same rows; it divides size or
-    size divides it.
+    size divides it. num_places: ranks of one pipeline, each of which is one place of it; inner: whether they are
+    neighbours, or the ranks of one place are. All blocks lie inside a place.
     """
 
     name: str
     world: int
     size: int
     feed_size: int
+    num_places: int = 1
+    inner: bool = False
 
     @property
     def num_twins(self) -> int:
@@ -51,27 +54,53 @@ class VirtualDevice:
     @property
     def num_copies(self) -> int:
         """Ranks that hold the same part."""
-        return self.world // self.size
+        return self.world // self.num_places // self.size
 
     @property
     def columns(self) -> Blocks:
         """The ranks that hold the parts of one copy."""
-        return _neighbours(self.world, self.size)
+        return self._in_each_place(_neighbours(self._width, self.size))
 
     @property
     def twins(self) -> Blocks:
         """Inside a block: the ranks fed the same rows."""
-        return _neighbours(self.world, self.num_twins)
+        return self._in_each_place(_neighbours(self._width, self.num_twins))
 
     @property
     def rows(self) -> Blocks:
         """Inside a block: one rank of each feed, at the same place."""
-        return _places(self.world, self.size, self.num_twins)
+        return self._in_each_place(_places(self._width, self.size, self.num_twins))
 
     @property
     def copies(self) -> Blocks:
         """The ranks that hold the same part."""
-        return _strided(self.world, self.size)
+        return self._in_each_place(_strided(self._width, self.size))
+
+    @property
+    def pipelines(self) -> Blocks:
+        """The ranks of each pipeline, in order of their places."""
+        return tuple(
+            tuple(self._rank(place, index) for place in range(self.num_places)) for index in range(self._width)
+        )
+
+    def index_of(self, rank: int) -> int:
+        """Number of a rank among those of its place."""
+        return rank // self.num_places if self.inner else rank % self._width
+
+    @property
+    def _width(self) -> int:
+        """Ranks of one place."""
+        return self.world // self.num_places
+
+    def _rank(self, place: int, index: int) -> int:
+        return index * self.num_places + place if self.inner else place * self._width + index
+
+    def _in_each_place(self, blocks: Blocks) -> Blocks:
+        if self.num_places == 1:
+            return blocks
+        return tuple(
+            tuple(self._rank(place, index) for index in block) for place in range(self.num_places) for block in blocks
+        )
 
     @property
     def row_mode(self) -> str:

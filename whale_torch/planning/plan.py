@@ -14,6 +14,7 @@ import torch
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
+from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.render import render
 from whale_torch.planning.rules import Cut
@@ -69,7 +70,8 @@ class Plan:
     feed_size: neighbouring ranks that are fed the same batch. rows_per_rank: rows that byte counts assume.
     assumption: what else they assume, in words.
     parameters: (name, shape) of every parameter in order, to tell whether a saved plan fits a model.
-    gathers: what a running model gathered implicitly so far; no part of the decision.
+    pipeline: how it is cut into stages, if it is. gathers: what a running model gathered implicitly so far; no part of
+    the decision.
     """
 
     cluster: Cluster
@@ -86,6 +88,7 @@ class Plan:
     loss: str = "mean"
     parameter_bytes: int = 0
     gradient_bytes: int = 0
+    pipeline: PipelinePlan | None = None
     gathers: tuple[GatherRecord, ...] = field(default=(), compare=False)
 
     @property
@@ -95,7 +98,16 @@ class Plan:
     @property
     def num_feeds(self) -> int:
         """How many times one rank's batch the global batch is."""
-        return self.world // self.feed_size
+        return self.ranks_of_a_stage // self.feed_size
+
+    @property
+    def ranks_of_a_stage(self) -> int:
+        """Ranks that run the same stages; all of them without a pipeline."""
+        return self.world // (1 if self.pipeline is None else self.pipeline.num_ranks)
+
+    def feed_of(self, rank: int) -> int:
+        """Number of the feed, of `num_feeds`, whose batch a rank is given."""
+        return self.device("replica").index_of(rank) // self.feed_size
 
     @property
     def sent_bytes(self) -> float:
@@ -147,6 +159,7 @@ class Plan:
                 "loss": self.loss,
                 "parameter_bytes": self.parameter_bytes,
                 "gradient_bytes": self.gradient_bytes,
+                "pipeline": None if self.pipeline is None else asdict(self.pipeline),
             },
             indent=indent,
         )
@@ -178,6 +191,7 @@ class Plan:
                 loss=data["loss"],
                 parameter_bytes=data["parameter_bytes"],
                 gradient_bytes=data["gradient_bytes"],
+                pipeline=_pipeline_from_json(data["pipeline"]),
             )
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise PlanError(
@@ -221,6 +235,10 @@ def _graph_from_dict(data: dict[str, Any]) -> TaskGraph:
         for a in data["annotations"]
     )
     return TaskGraph(**{**data, "annotations": annotations, "modules": tuple(data["modules"])})
+
+
+def _pipeline_from_json(data: dict[str, Any] | None) -> PipelinePlan | None:
+    return None if data is None else PipelinePlan(**{**data, "stages": tuple(tuple(names) for names in data["stages"])})
 
 
 def _batch_dim_from_json(value: Any) -> int | tuple[tuple[str, int | None], ...]:

@@ -14,6 +14,7 @@ from whale_torch.planning.cost import DEFAULT_ROWS, price
 from whale_torch.planning.gradients import plan_reduces
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.options import check_options, one_option
+from whale_torch.planning.pipelines import PipelinePlan, plan_pipeline
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles, own_plans
@@ -31,9 +32,11 @@ def make_plan(
     Raises AnnotationError and PlanError, with the same text on every rank.
     """
     grouping = group_modules(model, default)
-    sizes = {graph.index: _split_size(graph, cluster) for graph in grouping.graphs if graph.kind == "split"}
+    pipeline = plan_pipeline(grouping.graphs, cluster)
+    ranks = cluster.num_ranks // (1 if pipeline is None else pipeline.num_ranks)
+    sizes = {graph.index: _split_size(graph, cluster, ranks) for graph in grouping.graphs if graph.kind == "split"}
     feed_size = _feed_size(grouping, sizes)
-    graphs, devices = _place(grouping, sizes, cluster.num_ranks, feed_size)
+    graphs, devices = _place(grouping, sizes, cluster.num_ranks, feed_size, pipeline)
     by_name = {device.name: device for device in devices}
     cuts = _cut(model, grouping, graphs, by_name)
     check_options(graphs, cuts, grouping.graph_of)
@@ -51,14 +54,15 @@ def make_plan(
         rows_per_rank=DEFAULT_ROWS if rows_per_rank is None else rows_per_rank,
         batch_dim=one_option(graphs, "batch_dim", 0),
         loss=one_option(graphs, "loss", "mean"),
+        pipeline=pipeline,
     )
     return price(plan, model)
 
 
-def _split_size(graph: TaskGraph, cluster: Cluster) -> int:
-    """Ranks of a split. Raises PlanError where they do not cut the world."""
+def _split_size(graph: TaskGraph, cluster: Cluster, ranks: int) -> int:
+    """Ranks of a split. Raises PlanError where they do not cut `ranks`, all of the world or of a stage."""
     asked = graph.option("split", "size")
-    nested = any(a.kind == "replica" for a in graph.annotations)
+    nested = any(a.kind == "replica" for a in graph.annotations) and ranks == cluster.num_ranks
     if asked is None and nested:
         asked = cluster.ranks_per_node
         if asked is None:
@@ -68,13 +72,14 @@ def _split_size(graph: TaskGraph, cluster: Cluster) -> int:
                 where=graph.site,
                 fix="name it: wh.split(size=...)",
             )
-    size = cluster.num_ranks if asked is None else int(str(asked))
-    if size > cluster.num_ranks or cluster.num_ranks % size:
-        divisors = [d for d in range(1, cluster.num_ranks + 1) if cluster.num_ranks % d == 0]
+    size = ranks if asked is None else int(str(asked))
+    if size > ranks or ranks % size:
+        divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+        of = "" if ranks == cluster.num_ranks else " of a stage"
         raise PlanError(
-            f"{graph.label}: {cluster.num_ranks} ranks cannot be cut into groups of {size}.",
+            f"{graph.label}: {ranks} ranks{of} cannot be cut into groups of {size}.",
             where=graph.site,
-            fix=f"choose a size that divides {cluster.num_ranks}: {', '.join(map(str, divisors))}",
+            fix=f"choose a size that divides {ranks}: {', '.join(map(str, divisors))}",
         )
     return size
 
@@ -83,7 +88,7 @@ def _rows_mode(graph: TaskGraph) -> str:
     asked = graph.option("split", "rows")
     if asked is not None:
         return str(asked)
-    return "shared" if any(a.kind == "replica" for a in graph.annotations) else "own"
+    return "shared" if any(a.kind in ("replica", "stage") for a in graph.annotations) else "own"
 
 
 def _feed_size(grouping: Grouping, sizes: dict[int, int]) -> int:
@@ -106,16 +111,17 @@ def _feed_size(grouping: Grouping, sizes: dict[int, int]) -> int:
 
 
 def _place(
-    grouping: Grouping, sizes: dict[int, int], world: int, feed_size: int
+    grouping: Grouping, sizes: dict[int, int], world: int, feed_size: int, pipeline: PipelinePlan | None
 ) -> tuple[list[TaskGraph], tuple[VirtualDevice, ...]]:
-    devices: dict[str, VirtualDevice] = {"replica": VirtualDevice("replica", world, 1, feed_size)}
+    places = (1, False) if pipeline is None else (pipeline.num_ranks, pipeline.inner)
+    devices: dict[str, VirtualDevice] = {"replica": VirtualDevice("replica", world, 1, feed_size, *places)}
     graphs = []
     for graph in grouping.graphs:
         name = "replica"
         if graph.kind == "split":
             size = sizes[graph.index]
             name = f"split{size}"
-            devices.setdefault(name, VirtualDevice(name, world, size, feed_size))
+            devices.setdefault(name, VirtualDevice(name, world, size, feed_size, *places))
         graphs.append(replace(graph, device=name))
     return graphs, tuple(devices.values())
 

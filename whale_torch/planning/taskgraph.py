@@ -12,6 +12,7 @@ from whale_torch.errors import PlanError
 __all__ = ["Grouping", "TaskGraph", "group_modules"]
 
 _RUNS = ("replica", "split")
+_PLACED = (*_RUNS, "pipeline", "stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,12 @@ def group_modules(model: nn.Module, default: tuple[Annotation, ...]) -> Grouping
     roots: list[list[str]] = []
     kinds: list[tuple[Annotation, ...]] = []
     grouping = Grouping()
-    numbers: dict[int, int] = {}
+    entries = sorted({annotation.entry for found in effective.values() for annotation in found})
+    numbers = {entry: number for number, entry in enumerate(entries)}
 
     def renumber(annotation: Annotation) -> Annotation:
-        """Entries count in module order, so that ranks agree whatever each of them built before."""
-        return replace(annotation, entry=numbers.setdefault(annotation.entry, len(numbers)))
+        """Entries count from 0 in the order in which they were made, whatever a rank built before the model."""
+        return replace(annotation, entry=numbers[annotation.entry])
 
     for name, found in effective.items():
         acting = tuple(renumber(a) for a in found) if found else default
@@ -92,9 +94,9 @@ def group_modules(model: nn.Module, default: tuple[Annotation, ...]) -> Grouping
 
 def _check_runs(annotations: tuple[Annotation, ...]) -> None:
     for annotation in annotations:
-        if annotation.kind not in _RUNS:
+        if annotation.kind not in _PLACED:
             raise PlanError(
-                f"{annotation.call} is annotated, but this version runs wh.replica and wh.split only.",
+                f"{annotation.call} is annotated, but this version runs wh.replica, wh.split and wh.pipeline only.",
                 where=annotation.site,
                 fix=f"remove the wh.{annotation.kind} scope",
             )

@@ -70,6 +70,10 @@ def _take_parts(
         value = state.get(name)
         if not isinstance(value, Tensor) or parameter is None:
             continue
+        if not place.held:  # its values are those of another rank
+            _check_shape(name, value, place, parameter, errors)
+            state[name] = parameter.detach()
+            continue
         assert place.shard is not None and place.parts is not None
         index = place.parts.index
         if isinstance(value, CutTensor):
@@ -84,6 +88,15 @@ def _take_parts(
                 f"(this rank holds {tuple(parameter.shape)})."
             )
             state[name] = parameter.detach()
+
+
+def _check_shape(name: str, value: Tensor, place: ParameterPlace, parameter: nn.Parameter, errors: list[str]) -> None:
+    expected = torch.Size(place.shard.shape) if place.shard else parameter.shape
+    if not isinstance(value, CutTensor) and value.shape != expected:
+        errors.append(
+            f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, "
+            f"the shape in current model is {expected}."
+        )
 
 
 def _check_part(value: CutTensor, place: ParameterPlace, name: str) -> None:

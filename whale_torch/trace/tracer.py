@@ -35,14 +35,22 @@ _PLAIN = (
 )
 
 
-def record(twin: Twin, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaf: Leaf) -> Graph:
+def record(
+    twin: Twin,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    leaf: Leaf,
+    *,
+    resize: tuple[int, int, int] | None = None,
+) -> Graph:
     """Runs the twin on inputs like these and returns what it did.
 
-    args, kwargs: as the model is called; their tensors, in order, are the graph's inputs.
+    args, kwargs: as the model is called; their tensors, in order, are the graph's inputs. resize: (dim, size, other)
+    has every tensor that is `size` along `dim` seen as one of size `other`.
     Raises TraceError, naming the user's line, for glue that reads values, changes an input or a buffer in place, gets a
     tensor past its arguments, or hides one in an object.
     """
-    args, kwargs = twin.inputs((args, dict(kwargs)))
+    args, kwargs = twin.inputs((args, dict(kwargs)), resize)
     recorder = _Recorder(twin.module, leaf)
     for number, x in enumerate(tensors_in((args, kwargs))):
         recorder.bind(x, recorder.add(Node("input", number)))

@@ -53,10 +53,17 @@ class Twin:
         for parameter, original in zip(self.module.parameters(), model.parameters(), strict=True):
             parameter.requires_grad_(original.requires_grad)
 
-    def inputs(self, args: Any) -> Any:
-        """The nest with each tensor as the recording sees it."""
+    def inputs(self, args: Any, resize: tuple[int, int, int] | None = None) -> Any:
+        """The nest with each tensor as the recording sees it; resize: see `record`."""
+        dim, size, other = resize or (0, -1, -1)
 
         def like(x: Any) -> Any:
-            return self.fake.from_tensor(x.detach()).to(self.device) if isinstance(x, Tensor) else x
+            if not isinstance(x, Tensor):
+                return x
+            if x.dim() > dim and x.shape[dim] == size:
+                shape = (*x.shape[:dim], other, *x.shape[dim + 1 :])
+                with self.fake:
+                    return torch.empty(shape, dtype=x.dtype, device=self.device)
+            return self.fake.from_tensor(x.detach()).to(self.device)
 
         return tree_map(like, args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from whale_torch.errors import LossError, PlanError
+from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.strategies.pipeline.outputs import losses_of, training_results
 from whale_torch.trace.cut import cut
-from whale_torch.trace.graph import Context, Graph, Node, map_nodes, tensors_in
-from whale_torch.trace.program import StageProgram
-from whale_torch.trace.reductions import Reductions, rewrite
+from whale_torch.trace.graph import Context, Graph, Node
+from whale_torch.trace.program import StageProgram, Step
+from whale_torch.trace.reductions import Count, Loss, rewrite
 from whale_torch.trace.tracer import Leaf, record
 from whale_torch.trace.twin import Twin
 
-__all__ = ["Mode", "Program", "Programs"]
+__all__ = ["Mode", "Program", "Programs", "leaf_of"]
 
 Mode = Literal["train", "outputs"]
+
+_PRIMES = (1009, 1013)
 
 
 @dataclass(frozen=True)
@@ -29,63 +31,96 @@ class Program:
     """One kind of call, cut into stages.
 
     mode: "train" gives the loss and other scalars, "outputs" everything that the model returns. results: the nest that
-    the user gets, with Nodes; the last stage returns `scalars` (train) or `results`. loss: which of the scalars.
-    reductions: how scalars of micro-batches add up.
+    the user gets, with Nodes. scalars: those of them that a training step gives, as the model calls them; losses: the
+    same, rewritten, in the order in which the last stage returns them. loss: which of the scalars. counts: of the loss.
     """
 
     mode: Mode
-    graph: Graph
     stages: tuple[StageProgram, ...]
     results: Any
     scalars: tuple[Node, ...] = ()
+    losses: tuple[Loss, ...] = ()
     loss: Node | None = None
-    reductions: Reductions | None = None
+    counts: tuple[StageProgram, ...] = ()
 
 
 class Programs:
     """Records and cuts the calls of one model, each kind once.
 
-    leaf: which modules stay whole, and on which stage. Raises what recording, cutting and the loss's rewriting raise:
-    TraceError, LossError.
+    Raises what recording, cutting and the rewriting of the loss raise: TraceError, LossError.
     """
 
-    def __init__(self, model: nn.Module, leaf: Leaf, num_stages: int, device: torch.device, micro_batch_loss: str | None):
-        self._model, self._leaf, self._num_stages = model, leaf, num_stages
+    def __init__(self, model: nn.Module, plan: PipelinePlan, batch_dim: int, device: torch.device):
+        self._model, self._plan, self._batch_dim = model, plan, batch_dim
+        self._leaf = leaf_of(model, plan)
         self._twin = Twin.of(model, device)
-        self._micro_batch_loss = micro_batch_loss
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._known: dict[Any, Program] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> Program:
-        """The program for calls like this one; "train" becomes "outputs" where the model returns no loss."""
-        key = mode, self._key(args, kwargs)
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, mode: Mode) -> Program:
+        """The program for calls like this one, of `rows` samples; "train" becomes "outputs" where there is no loss."""
+        key = mode, rows, self._key(args, kwargs)
         if key not in self._known:
             self._twin.follow(self._model)
             graph = record(self._twin, args, kwargs, self._leaf)
-            self._known[key] = self._make(graph, mode)
+            self._known[key] = self._make(graph, mode, args, kwargs, rows)
         return self._known[key]
 
-    def _make(self, graph: Graph, mode: Mode) -> Program:
+    def _make(self, graph: Graph, mode: Mode, args: Any, kwargs: Any, rows: int) -> Program:
+        num_stages = self._plan.num_stages
         loss, scalars = losses_of(graph) if mode == "train" else (None, [])
         if loss is None:
-            return Program("outputs", graph, cut(graph, graph.output, self._num_stages), graph.output)
-        reductions = rewrite(graph, scalars, micro_batch_loss=self._micro_batch_loss)
-        rewritten = tuple(reductions.losses[node].node for node in scalars)
-        stages = cut(reductions.graph, rewritten, self._num_stages)
-        results = training_results(graph.output)
-        return Program("train", graph, stages, results, tuple(scalars), loss, reductions)
-
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        forms = tuple(
-            (x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else x if isinstance(x, (int, float, str)) else repr(x)
-            for x in leaves
+            return Program("outputs", cut(graph, graph.output, num_stages), graph.output)
+        resize = (self._batch_dim, rows, next(p for p in _PRIMES if p != rows))
+        other = record(self._twin, args, kwargs, self._leaf, resize=resize)
+        how: Any = self._plan.micro_batch_loss
+        rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
+        return Program(
+            "train",
+            cut(rewritten.graph, tuple(found.node for found in rewritten.losses), num_stages),
+            training_results(graph.output),
+            tuple(scalars),
+            rewritten.losses,
+            loss,
+            tuple(_count_program(count) for count in rewritten.counts),
         )
+
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        forms = tuple(_form(x) for x in leaves)
         state = (tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters))
         return forms, str(spec), Context.now(), hash(state)
 
 
-_ = (Callable, Sequence, LossError, PlanError, map_nodes, tensors_in)
+def _form(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.stride()
+    return x if isinstance(x, (int, float, str, type(None))) else repr(x)
+
+
+def _count_program(count: Count) -> StageProgram:
+    steps = tuple(Step(node, ()) for node in count.nodes)
+    return StageProgram(0, steps, {}, {}, count.result, False, (), ())
+
+
+def leaf_of(model: nn.Module, plan: PipelinePlan) -> Leaf:
+    """Which modules a recording keeps whole: those of a stage, and others with parameters that hold no stage."""
+    roots = [name for names in plan.stages for name in names]
+    around = {name[:end] for name in roots for end in _dots(name)} | {""}
+
+    def leaf(name: str, module: nn.Module) -> int | Literal["loose"] | None:
+        stage = plan.stage_of(name)
+        if stage is not None:
+            return stage
+        if name in around or next(module.parameters(), None) is None:
+            return None
+        return "loose"
+
+    return leaf
+
+
+def _dots(name: str) -> Sequence[int]:
+    return [place for place, letter in enumerate(name) if letter == "."]

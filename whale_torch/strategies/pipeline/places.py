@@ -1,0 +1,154 @@
+"""Which ranks of a pipeline hold which parameters, once a recording says which stages use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from whale_torch.comm.reducer import Reducer
+from whale_torch.comm.reduction import Reduction
+from whale_torch.comm.registry import ParameterPlace, place_of, set_place
+from whale_torch.mesh import Group, Mesh
+from whale_torch.planning.plan import Plan, Reduce
+from whale_torch.strategies.pipeline.stand_ins import StandIns
+from whale_torch.trace.program import StageProgram
+
+__all__ = ["Places", "StageReducer"]
+
+
+@dataclass(frozen=True)
+class StageReducer:
+    """Averages gradients of stand-ins over the replicas of their stages.
+
+    times: how many places of the pipeline give a part of each gradient.
+    """
+
+    reducer: Reducer
+    parameters: tuple[nn.Parameter, ...]
+    times: int
+
+
+class Places:
+    """Of every parameter of a model: the stages that use it, and the places of the pipeline that hold it.
+
+    Its groups are made on all ranks in one order.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, pipeline: Group, programs: Sequence[StageProgram]):
+        assert plan.pipeline is not None
+        self._plan, self._mesh, self._pipeline = plan, mesh, pipeline
+        self._parameters = dict(model.named_parameters())
+        self.stages = _stages(model, plan, programs)
+        self.ties: dict[tuple[int, ...], Group] = {}
+        for name in self._parameters:
+            places = self.places_of(name)
+            if len(places) > 1 and places not in self.ties:
+                self.ties[places] = self._tie(places, "tied parameters")
+
+    def places_of(self, name: str) -> tuple[int, ...]:
+        """The places that hold a parameter, ascending."""
+        return tuple(sorted({stage % self._pipeline.size for stage in self.stages[name]}))
+
+    def held(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by name."""
+        here = self._pipeline.index
+        return {name: p for name, p in self._parameters.items() if here in self.places_of(name)}
+
+    def note(self) -> None:
+        """Notes for every parameter where it lies; gives those of other ranks no memory, but their shape."""
+        held = self.held()
+        replicas = self._mesh.group("copies of a stage", self._plan.device("replica").copies)
+        for name, parameter in self._parameters.items():
+            places, cut = self.places_of(name), place_of(parameter)
+            copies = self.ties.get(places, replicas) if cut is None else cut.copies
+            set_place(
+                parameter,
+                ParameterPlace(
+                    name,
+                    copies,
+                    None if cut is None else cut.shard,
+                    None if cut is None else cut.parts,
+                    self._plan.pipeline.site if cut is None and self._plan.pipeline else cut.site if cut else None,
+                    self._mesh.everyone(),
+                    self._pipeline,
+                    places[0],
+                    name in held,
+                ),
+            )
+            if name not in held:
+                parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+    def reducers(self, stand_ins: StandIns) -> list[StageReducer]:
+        """One reducer for every group of this rank's gradients that are averaged together."""
+        found = []
+        held = self.held()
+        for number, reduce in enumerate(self._plan.reduces):
+            names = [name for name in reduce.parameters if name in held and held[name].requires_grad]
+            for places, tie in [((), None), *self.ties.items()]:
+                mine = [name for name in names if (self.places_of(name) if tie else ()) == places]
+                if tie is None:
+                    mine = [name for name in names if len(self.places_of(name)) == 1]
+                group = self._group(reduce, number, places)
+                if mine and group.size > 1:
+                    found.append(
+                        self._reducer(reduce, group, [held[name] for name in mine], stand_ins, len(places) or 1)
+                    )
+        if not self._plan.reduces:  # one pipeline: only what is tied
+            for places, tie in self.ties.items():
+                mine = [n for n, p in held.items() if self.places_of(n) == places and p.requires_grad]
+                if mine:
+                    found.append(self._tied_reducer(tie, [held[name] for name in mine], stand_ins, len(places)))
+        return found
+
+    def _group(self, reduce: Reduce, number: int, places: tuple[int, ...]) -> Group:
+        channel = f"gradients {number} {places}"
+        if places:
+            return self._tie(places, channel)
+        join = self._mesh.two_levels if reduce.algorithm == "hierarchical" else self._mesh.group
+        return join(f"copies of {reduce.device}", self._plan.device(reduce.device).copies, channel=channel)
+
+    def _reducer(
+        self, reduce: Reduce, group: Group, parameters: list[nn.Parameter], stand_ins: StandIns, times: int
+    ) -> StageReducer:
+        wire = getattr(torch, reduce.wire) if reduce.wire else parameters[0].dtype.to_real()
+        reduction = Reduction(group, wire, levels=group.levels)
+        aliases = [stand_ins.of(p) for p in parameters]
+        bounds = {"bucket_bytes": reduce.bucket_bytes, "max_in_flight": reduce.max_in_flight}
+        return StageReducer(Reducer(aliases, reduction, **bounds, hooked=False), tuple(aliases), times)
+
+    def _tied_reducer(
+        self, group: Group, parameters: list[nn.Parameter], stand_ins: StandIns, times: int
+    ) -> StageReducer:
+        reduction = Reduction(group, parameters[0].dtype.to_real(), levels=group.levels)
+        aliases = [stand_ins.of(p) for p in parameters]
+        reducer = Reducer(aliases, reduction, bucket_bytes=4 << 20, max_in_flight=8, hooked=False)
+        return StageReducer(reducer, tuple(aliases), times)
+
+    def _tie(self, places: tuple[int, ...], channel: str) -> Group:
+        """The ranks at these places of all pipelines; every other rank is alone."""
+        ranks = sorted(block[place] for block in self._plan.device("replica").pipelines for place in places)
+        others = [rank for rank in range(self._plan.world) if rank not in set(ranks)]
+        return self._mesh.group(f"holders of tied parameters", (tuple(ranks), *((r,) for r in others)), channel=channel)
+
+
+def _stages(model: nn.Module, plan: Plan, programs: Sequence[StageProgram]) -> dict[str, set[int]]:
+    """The stages that use each parameter, by its first name; one that none uses is on the stage around it, or the
+    first."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, set[int]] = {name: set() for name in first.values()}
+    for program in programs:
+        used = [p for name in program.modules for p in modules[name].parameters()]
+        for name in program.parameters:
+            owner, _, key = name.rpartition(".")
+            used.append(getattr(modules[owner], key))
+        for parameter in used:
+            found[first[id(parameter)]].add(program.index)
+    assert plan.pipeline is not None
+    for name, stages in found.items():
+        if not stages:
+            stages.add(plan.pipeline.stage_of(name.rpartition(".")[0]) or 0)
+    return found

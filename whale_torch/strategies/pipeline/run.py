@@ -1,0 +1,226 @@
+"""One call of a pipelined model: the schedule for its micro-batches, and what the user gets of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from whale_torch.comm.collectives import broadcast, gather_equal
+from whale_torch.comm.messages import Message, Messages
+from whale_torch.planning.schedules import Action, Schedule, make, simulate
+from whale_torch.strategies.pipeline.bridges import Deliver, DeliverLater
+from whale_torch.strategies.pipeline.programs import Program
+from whale_torch.strategies.pipeline.step import MicroBatch, Step, edges_of, forms_of
+from whale_torch.trace.graph import Node, map_nodes, nodes_in, tensors_in
+
+if TYPE_CHECKING:
+    from whale_torch.strategies.pipeline.runtime import PipelineRuntime
+
+__all__ = ["Run"]
+
+
+class Run:
+    """One call.
+
+    rows: of each micro-batch; shares: the same as parts of all replicas' rows, times the number of replicas.
+    """
+
+    def __init__(
+        self,
+        runtime: PipelineRuntime,
+        batches: list[MicroBatch],
+        programs: list[Program],
+        rows: list[int],
+        shares: list[float],
+        *,
+        grad: bool,
+    ):
+        self.runtime, self.program, self.programs, self.rows, self.grad = runtime, programs[0], programs, rows, grad
+        self._shares, self._batches = shares, batches
+        plan = runtime.plan.pipeline
+        assert plan is not None
+        self._num_stages = plan.num_stages
+        kind = plan.schedule if self.program.mode == "train" else "gpipe"
+        places, edges = runtime.pipeline.size, tuple(edges_of(batches[0].programs).items())
+        self._schedule, order = _ordered(kind, plan.num_stages, len(batches), places, edges, grad)
+        place = {stage: stage % places for stage in range(plan.num_stages)}
+        self._messages = Messages(runtime.pipeline, place, order, forms_of(batches), runtime.mesh.device)
+        self._seeds_of_outputs: list[list[Tensor] | None] = []
+        self._last_backward = _last_backwards(self._schedule.table[runtime.pipeline.index])
+        self._step = Step(
+            batches,
+            self._messages,
+            grad=grad,
+            find=runtime.find,
+            seed=runtime.seed + 7919 * runtime.number + 104729 * runtime.replicas.index,
+            anchor=runtime.anchor,
+            roots=self._roots,
+            ended=self._ended,
+        )
+
+    # ---- training with the loss inside
+
+    def train(self) -> Any:
+        """The loss and other scalars; the gradients wait for the user's backward."""
+        held = self._run("FB")
+        scalars = self._scalars()
+        loss = self.program.loss
+        assert loss is not None
+        scalars[loss] = Deliver.apply(scalars[loss], held, *self.runtime.trained(), self.runtime.anchor)  # type: ignore[no-untyped-call]
+        return map_nodes(self.program.results, scalars.__getitem__)
+
+    def _scalars(self) -> dict[Node, Tensor]:
+        """Every scalar as the mean over replicas, on every rank."""
+        total = torch.zeros(len(self.program.scalars), dtype=torch.float64)
+        for number, results in self._step.results.items():
+            values = torch.stack([x.to("cpu", torch.float64) for x in results])
+            rows = torch.tensor([self._shares[number] if l.combine == "rows" else 1.0 for l in self.program.losses])
+            total += values * rows
+        total = gather_equal(total, self.runtime.pipeline, name="the loss of a pipeline").sum(0)
+        if self.runtime.replicas.size > 1:
+            total = gather_equal(total, self.runtime.replicas, name="the loss of all pipelines").mean(0)
+        device = self.runtime.mesh.device
+        return {
+            node: x.to(device, node.value.dtype) for node, x in zip(self.program.scalars, total.unbind(), strict=True)
+        }
+
+    # ---- everything the model returns
+
+    def evaluate(self) -> Any:
+        """All that the model returns, on every rank of the pipeline."""
+        self._act("F")
+        self._messages.finish()
+        return map_nodes(self.program.results, self._outputs().__getitem__)
+
+    def later(self) -> Any:
+        """All that the model returns; its backward runs in the user's."""
+        with self.runtime.stand_ins.in_place():
+            self._act("F")
+        outputs = self._outputs()
+        flows = [node for node in outputs if node.value.requires_grad]
+        given = DeliverLater.apply(  # type: ignore[no-untyped-call]
+            self._backward, len(flows), *(outputs[node] for node in flows), *self.runtime.trained(), self.runtime.anchor
+        )
+        outputs.update(zip(flows, given, strict=True))
+        return map_nodes(self.program.results, outputs.__getitem__)
+
+    def _backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        weight = sum(self._shares)
+        self._seeds_of_outputs = [None if g is None else self._parts(g * weight) for g in grads]
+        return [*self._run("B"), None]
+
+    def _outputs(self) -> dict[Node, Tensor]:
+        """The last stage's values of all micro-batches together, on every rank of the pipeline."""
+        runtime = self.runtime
+        all_nodes = [list(dict.fromkeys(nodes_in(program.results))) for program in self.programs]
+        found: dict[Node, Tensor] = {}
+        for nodes in zip(*all_nodes, strict=True):
+            if runtime.pipeline.index == runtime.last:
+                parts = [self._step.values[number][node] for number, node in enumerate(nodes)]
+            else:
+                parts = [torch.empty(n.value.shape, dtype=n.value.dtype, device=runtime.mesh.device) for n in nodes]
+            whole = self._joined(parts)
+            found[nodes[0]] = broadcast(whole, runtime.pipeline, runtime.last, name="outputs of a pipeline")
+        return found
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        dim = self.runtime.batch_dim
+        if parts[0].dim() > dim and all(x.shape[dim] == rows for x, rows in zip(parts, self.rows, strict=True)):
+            return torch.cat(parts, dim)
+        return parts[0].clone()
+
+    def _parts(self, grad: Tensor) -> list[Tensor]:
+        return list(grad.split(self.rows, self.runtime.batch_dim))
+
+    # ---- the schedule
+
+    def _run(self, kinds: str) -> list[Tensor | None]:
+        """Runs actions with stand-ins in place; the averaged gradients of what is trained here."""
+        runtime = self.runtime
+        with runtime.stand_ins.in_place(), self._averaging():
+            self._act(kinds)
+            self._messages.finish()
+        runtime.peak = max(runtime.peak, self._step.peak)
+        return [runtime.stand_ins.of(p).grad for p in runtime.trained()]
+
+    def _act(self, kinds: str) -> None:
+        for action in self._schedule.table[self.runtime.pipeline.index]:
+            if action.kind not in kinds:
+                continue
+            if action.kind == "F":
+                self._step.forward(action.stage, action.micro_batch)
+            else:
+                self._step.backward(action.stage, action.micro_batch, self._seeds(action))
+
+    def _averaging(self) -> Any:
+        return _Averaging(self.runtime) if self.runtime.sync else _Nothing()
+
+    def _ended(self, stage: int, micro_batch: int) -> None:
+        """A backward ended: where it was its stage's last one, gradients of the stage may leave."""
+
+    def _roots(self, results: Any) -> list[Tensor]:
+        """Where backward starts on the last stage: the loss, or every output."""
+        if self.program.mode == "train":
+            assert self.program.loss is not None
+            return [results[self.program.scalars.index(self.program.loss)]]
+        return list(tensors_in(results))
+
+    def _seeds(self, action: Action) -> list[Tensor | None]:
+        if action.stage != self._num_stages - 1:
+            return []
+        if self.program.mode == "train":
+            loss = self.program.loss
+            assert loss is not None
+            combine = self.program.losses[self.program.scalars.index(loss)].combine
+            seed = self._shares[action.micro_batch] if combine == "rows" else 1.0
+            return [torch.full((), seed, dtype=loss.value.dtype, device=self.runtime.mesh.device)]
+        return [None if parts is None else parts[action.micro_batch] for parts in self._seeds_of_outputs]
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Averaging:
+    """Averages the stand-ins' gradients at its end."""
+
+    def __init__(self, runtime: PipelineRuntime):
+        self._reducers = runtime.reducers
+
+    def __enter__(self) -> None:
+        for one in self._reducers:
+            one.reducer.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for one in self._reducers:
+            one.reducer.launch(void=kind is not None)
+        for one in self._reducers:
+            one.reducer.land(void=kind is not None)
+            for alias in one.parameters if one.times > 1 else ():
+                if alias.grad is not None:
+                    alias.grad.mul_(one.times)
+
+
+def _last_backwards(row: Sequence[Action]) -> dict[int, int]:
+    """Of each stage, the micro-batch whose backward comes last."""
+    return {action.stage: action.micro_batch for action in row if action.kind != "F"}
+
+
+@functools.lru_cache(maxsize=256)
+def _ordered(
+    name: str, stages: int, batches: int, places: int, edges: tuple[tuple[tuple[int, int], bool], ...], grad: bool
+) -> tuple[Schedule, tuple[Message, ...]]:
+    """The schedule, and all its messages in the one order of all ranks."""
+    schedule = make(name, stages, batches, places)
+    if not grad:
+        schedule = schedule.forward_only()
+    flows = dict(edges)
+    order = simulate(schedule, edges=flows).message_order
+    kept = (m for m in order if m.kind == "activation" or flows[m.to_stage, m.from_stage])
+    return schedule, tuple(Message(*m) for m in kept)
