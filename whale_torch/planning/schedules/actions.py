@@ -197,6 +197,8 @@ def read_rows(rows: Rows, *, where: str | None = None) -> Table:
     table = []
     for rank, row in enumerate(rows):
         entries = row.split() if isinstance(row, str) else row
+        if not isinstance(entries, Sequence):
+            raise PlanError(f"rank {rank}: {row!r} is no row of actions.", where=where, fix='write "F0.0 B0.0 ..."')
         table.append(tuple(_read(entry, rank, position, where) for position, entry in enumerate(entries)))
     return tuple(table)
 

@@ -20,7 +20,6 @@ __all__ = ["chrome_trace", "draw", "draw_png", "draw_svg", "draw_text"]
 
 _COLOURS: dict[Kind, str] = {"F": "#3b6fb6", "B": "#3f8f5b", "I": "#2a8c8c", "W": "#b8741a"}
 _FILLS: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "+"}
-_IDLE = "."
 _LEAST_WIDTH = 40
 
 
@@ -68,8 +67,8 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
         text = "".join(_cell(action, length, form) for action, length in row)
         lines.append(f"{name:<{left}} |{text}| {peak:>{right}}")
     legend = "  ".join(f"{kind}{_FILLS[kind]} {KIND_NAMES[kind]}" for kind in _kinds(timeline))
-    number = {str: "  (number: stage.micro-batch)", _kind_and_micro_batch: "  (number: micro-batch)"}.get(form, "")
-    lines += textwrap.wrap(f"{legend}  {_IDLE} idle{number}", width)
+    number = {str: "; number: stage.micro-batch", _kind_and_micro_batch: "; number: micro-batch"}.get(form, "")
+    lines += textwrap.wrap(f"{legend}  (blank: idle{number})", width)
     return "\n".join(lines)
 
 
@@ -90,7 +89,7 @@ def _cells(timeline: Timeline, rank: int, columns: int) -> list[tuple[Action | N
 def _cell(action: Action | None, length: int, form: Callable[[Action], str]) -> str:
     """The name of an action, filled up so that its kind is seen; the kind alone where the name does not fit."""
     if action is None:
-        return _IDLE * length
+        return " " * length
     name = form(action)
     return (name if len(name) <= length else action.kind).ljust(length, _FILLS[action.kind])
 

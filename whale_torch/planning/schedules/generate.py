@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 from whale_torch.errors import PlanError
@@ -69,31 +70,28 @@ def one_f_one_b(num_stages: int, num_micro_batches: int, num_ranks: int | None =
 def interleaved(num_stages: int, num_micro_batches: int, num_ranks: int | None = None) -> Schedule:
     """1F1B in which the micro-batches take turns, group by group, on the several stages of a rank.
 
-    Megatron's closed form. Where stages or micro-batches do not fill it, it is made for the next larger numbers that
-    do, and what does not exist is left out: an order that can run still can with fewer stages or micro-batches.
+    Megatron's closed form, with groups as equal as can be of at least as many micro-batches as ranks. Where the ranks
+    do not divide the stages it is made for the next number that they do, and what does not exist is left out: an order
+    that can run still can without the last stages.
 
     Raises: PlanError for counts that make no pipeline.
     Reference: arXiv 2104.04473, section 2.2.
     """
     ranks = _checked(num_stages, num_micro_batches, num_ranks)
-    chunks = -(-num_stages // ranks)
-    num_groups = max(1, num_micro_batches // ranks)
-    group = -(-num_micro_batches // num_groups)
+    chunks, num_groups = -(-num_stages // ranks), max(1, num_micro_batches // ranks)
+    cuts = [num_micro_batches * index // num_groups for index in range(num_groups + 1)]
+    groups = [range(start, stop) for start, stop in pairwise(cuts)]
+    widest = max(map(len, groups))
     table = []
     for rank in range(ranks):
-        turns = [
-            (chunk, start + i)
-            for start in range(0, num_groups * group, group)
-            for chunk in range(chunks)
-            for i in range(group)
-        ]
+        turns = [(chunk, batch) for group in groups for chunk in range(chunks) for batch in group]
         forwards = [Action("F", chunk * ranks + rank, batch) for chunk, batch in turns]
         backwards = [Action("B", (chunks - 1 - chunk) * ranks + rank, batch) for chunk, batch in turns]
         behind = ranks - 1 - rank
-        warm_up = min(2 * behind + (chunks - 1) * group if chunks > 1 else behind, len(turns))
+        warm_up = min(2 * behind + (chunks - 1) * widest if chunks > 1 else behind, len(turns))
         pairs = zip(forwards[warm_up:], backwards, strict=False)
         row = [*forwards[:warm_up], *(a for pair in pairs for a in pair), *backwards[len(turns) - warm_up :]]
-        table.append(tuple(a for a in row if a.stage < num_stages and a.micro_batch < num_micro_batches))
+        table.append(tuple(a for a in row if a.stage < num_stages))
     return Schedule("interleaved", num_stages, num_micro_batches, ranks, tuple(table))
 
 

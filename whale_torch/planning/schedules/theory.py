@@ -11,7 +11,7 @@ def bubble_formula(name: str, num_stages: int, num_micro_batches: int, num_ranks
     With R ranks, M micro-batches and v stages a rank:
 
     - gpipe, 1f1b: (R - 1) / (M + R - 1), one stage a rank;
-    - interleaved: (R - 1) / (v M + R - 1), where R divides M;
+    - interleaved: (R - 1) / (v M + R - 1), M >= R (the paper's own needs that R divides M);
     - zero_bubble: (R - 1) / (3 M + R - 1), one stage a rank, M >= R, and F, I and W that cost the same.
 
     Reference: GPipe (arXiv 1811.06965), section 2.3; PipeDream-flush (arXiv 2006.09503); arXiv 2104.04473, section
@@ -23,7 +23,7 @@ def bubble_formula(name: str, num_stages: int, num_micro_batches: int, num_ranks
         return None
     if name in ("gpipe", "1f1b") and chunks == 1:
         return (ranks - 1) / (batches + ranks - 1)
-    if name == "interleaved" and (batches % ranks == 0 or chunks == 1):
+    if name == "interleaved" and (batches >= ranks or chunks == 1):
         return (ranks - 1) / (chunks * batches + ranks - 1)
     if name == "zero_bubble" and chunks == 1 and batches >= ranks:
         return (ranks - 1) / (3 * batches + ranks - 1)

@@ -153,9 +153,9 @@ class _Check:
                     made.add(action.result)
                     able += waiting.pop(action.result, [])
         if waiting:
-            self._stuck({rank: need for need, ranks in waiting.items() for rank in ranks}, position)
+            self._stuck({rank: need for need, ranks in waiting.items() for rank in ranks}, position, made)
 
-    def _stuck(self, lacking: dict[int, Result], position: list[int]) -> NoReturn:
+    def _stuck(self, lacking: dict[int, Result], position: list[int], made: set[Result]) -> NoReturn:
         makers = {action.result: action for action in self.places if action.result}
         chain = [min(lacking)]
         while (rank := self.places[makers[lacking[chain[-1]]]][0]) not in chain:
@@ -169,13 +169,20 @@ class _Check:
                 f"rank {rank}, position {position[rank]}: {action} waits for {maker}, which "
                 f"{'stands' if there == rank else f'rank {there} runs'} at position {later}"
             )
-        last = cycle[-1]
-        maker, stopped = makers[lacking[last]], self.places[makers[lacking[last]]][0]
+        later, able = self._able(made, position, cycle)
+        stopped = self.schedule.table[later][position[later]]
         self._fail(
             f"it cannot run to its end, {sum(position)} of {len(self.places)} actions run. {'; '.join(waits)}.",
-            f"on rank {stopped} move {maker} before {self.schedule.table[stopped][position[stopped]]}",
+            f"on rank {later} move {able} before {stopped}",
             *cycle,
         )
+
+    def _able(self, made: set[Result], position: list[int], cycle: list[int]) -> tuple[int, Action]:
+        """An action that could run where all ranks are stuck, of a rank of the cycle if there is one, and its rank."""
+        edges = Edges.of(self.schedule.num_stages)
+        ranks = [*cycle, *(rank for rank in range(self.schedule.num_ranks) if rank not in cycle)]
+        left = ((rank, action) for rank in ranks for action in self.schedule.table[rank][position[rank] :])
+        return next((rank, action) for rank, action in left if made.issuperset(edges.needs(action)))
 
     def _within(self, max_in_flight: int | Sequence[int]) -> None:
         num_ranks = self.schedule.num_ranks
