@@ -126,10 +126,10 @@ class Schedule:
             f"{_count(self.num_micro_batches, 'micro-batch', 'micro-batches')}"
         )
 
-    @property
-    def actions(self) -> Iterator[Action]:
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
         """All actions, rank by rank."""
-        return (action for row in self.table for action in row)
+        return tuple(action for row in self.table for action in row)
 
     @cached_property
     def _rank_of(self) -> dict[int, int]:

@@ -58,7 +58,8 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     left, right = max(map(len, names)), max(len("keeps"), *map(len, peaks))
     columns = width - left - right - 4
     rows = [_cells(timeline, rank, columns) for rank in range(schedule.num_ranks)]
-    forms = [str, _kind_and_micro_batch, _kind] if _has_stages(timeline) else [_kind_and_micro_batch, _kind]
+    forms: list[Callable[[Action], str]] = [str] if _has_stages(timeline) else []
+    forms += [_kind_and_micro_batch, _kind]
     form = next((form for form in forms if _fits_most(form, rows)), _kind)
     end = _seconds(timeline.makespan)
     lines = textwrap.wrap(_summary(timeline), width)
@@ -67,7 +68,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
         text = "".join(_cell(action, length, form) for action, length in row)
         lines.append(f"{name:<{left}} |{text}| {peak:>{right}}")
     legend = "  ".join(f"{kind}{_FILLS[kind]} {KIND_NAMES[kind]}" for kind in _kinds(timeline))
-    number = {str: "; number: stage.micro-batch", _kind_and_micro_batch: "; number: micro-batch"}.get(form, "")
+    number = "; number: stage.micro-batch" if form is str else "; number: micro-batch" if form is not _kind else ""
     lines += textwrap.wrap(f"{legend}  (blank: idle{number})", width)
     return "\n".join(lines)
 

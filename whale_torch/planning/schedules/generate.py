@@ -34,7 +34,7 @@ def gpipe(num_stages: int, num_micro_batches: int, num_ranks: int | None = None)
 def one_f_one_b(num_stages: int, num_micro_batches: int, num_ranks: int | None = None) -> Schedule:
     """A backward as soon as there is one: stage s keeps at most min(micro-batches, stages - s, ranks) micro-batches.
 
-    With several stages a rank it is the schedule of least memory; `interleaved` waits less and keeps more.
+    With several stages a rank it keeps less than `interleaved`, and waits more.
 
     Raises: PlanError for counts that make no pipeline.
     Reference: PipeDream-flush (arXiv 2006.09503); Whale's PreferBackward.

@@ -79,9 +79,9 @@ class _Check:
         for rank, position, action in self._entries():
             if not (action.stage < schedule.num_stages and action.micro_batch < schedule.num_micro_batches):
                 self._fail(
-                    f"rank {rank}, position {position}: {action} is outside {schedule.num_stages} stages and "
-                    f"{schedule.num_micro_batches} micro-batches.",
-                    "stages and micro-batches are counted from 0",
+                    f"rank {rank}, position {position}: {action} is outside stages 0 to {schedule.num_stages - 1} and "
+                    f"micro-batches 0 to {schedule.num_micro_batches - 1}.",
+                    "take it out, or correct the schedule's numbers",
                     rank,
                 )
             if action in self.places:
@@ -194,8 +194,8 @@ class _Check:
                 if held > bound:
                     action = self.schedule.table[rank][position]
                     self._fail(
-                        f"rank {rank}, position {position}: {action} makes {held} micro-batches in flight, and {bound} "
-                        "are allowed.",
+                        f"rank {rank}, position {position}: {action} makes {held} micro-batches in flight, "
+                        f"the bound is {bound}.",
                         f"run a {'weight part' if self.schedule.splits_backward else 'backward'} before it",
                         rank,
                     )
