@@ -31,6 +31,7 @@ from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
 from whale_torch.strategies.outputs import tensors_in
+from whale_torch.strategies.pipeline.runtime import PipelineRuntime
 from whale_torch.strategies.replica import equalize, make_reducers, place_whole_parameters
 from whale_torch.strategies.root import make_root
 from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized
@@ -127,14 +128,17 @@ def parallelize(
     place_whole_parameters(model, mesh)
     equalize(model, mesh)
     sync_batch_norm(model, made, mesh)
-    runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
+    if made.pipeline is None:
+        runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
+    else:
+        runtime = PipelineRuntime(model, made, mesh, regions, reader, seed)
     make_root(model, runtime)
     keep_off_wrappers(model)
     close_annotations(model)
     note_replicas(mesh, made.feed_size)
     guard.install()
     watch_optimizers()
-    torch.manual_seed(seed + 1 + mesh.rank // made.feed_size)
+    torch.manual_seed(seed + 1 + made.feed_of(mesh.rank))
     return model
 
 

@@ -21,8 +21,9 @@ class PipelinePlan:
     """A pipeline.
 
     stages: names of the topmost modules of each. num_ranks: ranks of one pipeline; stage s is on its
-    (s % num_ranks)-th. inner: whether the ranks of one pipeline are neighbours, or the ranks of one stage. micro_batch_loss: "mean" takes
-    the mean of micro-batches' losses where they are no sums over samples. site: the user's line.
+    (s % num_ranks)-th. inner: whether the ranks of one pipeline are neighbours, or the ranks of one stage.
+    micro_batch_loss: "mean" takes the mean of micro-batches' losses where they are no sums over samples. site: the
+    user's line.
     """
 
     stages: tuple[tuple[str, ...], ...]

@@ -61,8 +61,9 @@ def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientRedu
         if dense:
             _check_dtypes(dense)
             reduction = _reduction(reduce, device.copies, dense[0].dtype, plan, mesh, f"gradients {number}")
-            bounds = {"bucket_bytes": reduce.bucket_bytes, "max_in_flight": reduce.max_in_flight}
-            reducers.append(Reducer(dense, reduction, **bounds))
+            reducers.append(
+                Reducer(dense, reduction, bucket_bytes=reduce.bucket_bytes, max_in_flight=reduce.max_in_flight)
+            )
         if len(dense) < len(chosen):
             copies = mesh.group(f"copies of {reduce.device}", device.copies, channel="sparse gradients")
             reducers.append(SparseReducer([parameter for parameter in chosen if id(parameter) in sparse], copies))

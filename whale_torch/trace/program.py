@@ -40,7 +40,7 @@ class StageProgram:
     def run(
         self,
         inputs: Sequence[Any],
-        counts: Sequence[Any],
+        counts: Mapping[Any, Any],
         received: Mapping[Node, Any],
         find: Callable[[Node], Any],
     ) -> tuple[dict[Node, Any], Any]:

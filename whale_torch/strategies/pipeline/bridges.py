@@ -35,7 +35,7 @@ class Deliver(torch.autograd.Function):
     """A loss whose gradients are known already: backward scales them by what flows in and gives them to parameters."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, held: Gradients, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, held: Gradients, anchor: Tensor, *parameters: Tensor) -> Tensor:
         ctx.held = held
         return loss.clone()
 
@@ -47,7 +47,7 @@ class Deliver(torch.autograd.Function):
                 "backward ran twice through the loss of a pipeline, whose gradients were delivered by the first run.",
                 fix="add losses up and call backward once; retain_graph=True has no effect on a pipeline",
             )
-        return (None, None, *(None if h is None else h.mul_(grad.to(h.dtype)) for h in held))
+        return (None, None, None, *(None if h is None else h.mul_(grad.to(h.dtype)) for h in held))
 
 
 class DeliverLater(torch.autograd.Function):

@@ -116,8 +116,10 @@ class Places:
         wire = getattr(torch, reduce.wire) if reduce.wire else parameters[0].dtype.to_real()
         reduction = Reduction(group, wire, levels=group.levels)
         aliases = [stand_ins.of(p) for p in parameters]
-        bounds = {"bucket_bytes": reduce.bucket_bytes, "max_in_flight": reduce.max_in_flight}
-        return StageReducer(Reducer(aliases, reduction, **bounds, hooked=False), tuple(aliases), times)
+        reducer = Reducer(
+            aliases, reduction, bucket_bytes=reduce.bucket_bytes, max_in_flight=reduce.max_in_flight, hooked=False
+        )
+        return StageReducer(reducer, tuple(aliases), times)
 
     def _tied_reducer(
         self, group: Group, parameters: list[nn.Parameter], stand_ins: StandIns, times: int
@@ -131,7 +133,7 @@ class Places:
         """The ranks at these places of all pipelines; every other rank is alone."""
         ranks = sorted(block[place] for block in self._plan.device("replica").pipelines for place in places)
         others = [rank for rank in range(self._plan.world) if rank not in set(ranks)]
-        return self._mesh.group(f"holders of tied parameters", (tuple(ranks), *((r,) for r in others)), channel=channel)
+        return self._mesh.group("holders of tied parameters", (tuple(ranks), *((r,) for r in others)), channel=channel)
 
 
 def _stages(model: nn.Module, plan: Plan, programs: Sequence[StageProgram]) -> dict[str, set[int]]:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.strategies.pipeline.outputs import losses_of, training_results
 from whale_torch.trace.cut import cut
-from whale_torch.trace.graph import Context, Graph, Node
+from whale_torch.trace.graph import Context, Graph, Node, nodes_in
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Count, Loss, rewrite
 from whale_torch.trace.tracer import Leaf, record
@@ -31,14 +31,14 @@ class Program:
     """One kind of call, cut into stages.
 
     mode: "train" gives the loss and other scalars, "outputs" everything that the model returns. results: the nest that
-    the user gets, with Nodes. scalars: those of them that a training step gives, as the model calls them; losses: the
-    same, rewritten, in the order in which the last stage returns them. loss: which of the scalars. counts: of the loss.
+    the user gets, with Nodes. returned: its Nodes, in the order in which the last stage gives their values. losses: of
+    "train", how the returned add up. loss: which of the returned. counts: of the loss.
     """
 
     mode: Mode
     stages: tuple[StageProgram, ...]
     results: Any
-    scalars: tuple[Node, ...] = ()
+    returned: tuple[Node, ...]
     losses: tuple[Loss, ...] = ()
     loss: Node | None = None
     counts: tuple[StageProgram, ...] = ()
@@ -73,7 +73,8 @@ class Programs:
         num_stages = self._plan.num_stages
         loss, scalars = losses_of(graph) if mode == "train" else (None, [])
         if loss is None:
-            return Program("outputs", cut(graph, graph.output, num_stages), graph.output)
+            returned = tuple(dict.fromkeys(nodes_in(graph.output)))
+            return Program("outputs", cut(graph, returned, num_stages), graph.output, returned)
         resize = (self._batch_dim, rows, next(p for p in _PRIMES if p != rows))
         other = record(self._twin, args, kwargs, self._leaf, resize=resize)
         how: Any = self._plan.micro_batch_loss

@@ -15,7 +15,7 @@ from whale_torch.planning.schedules import Action, Schedule, make, simulate
 from whale_torch.strategies.pipeline.bridges import Deliver, DeliverLater
 from whale_torch.strategies.pipeline.programs import Program
 from whale_torch.strategies.pipeline.step import MicroBatch, Step, edges_of, forms_of
-from whale_torch.trace.graph import Node, map_nodes, nodes_in, tensors_in
+from whale_torch.trace.graph import Node, map_nodes
 
 if TYPE_CHECKING:
     from whale_torch.strategies.pipeline.runtime import PipelineRuntime
@@ -58,7 +58,7 @@ class Run:
             find=runtime.find,
             seed=runtime.seed + 7919 * runtime.number + 104729 * runtime.replicas.index,
             anchor=runtime.anchor,
-            roots=self._roots,
+            roots=self._roots(),
             ended=self._ended,
         )
 
@@ -70,23 +70,24 @@ class Run:
         scalars = self._scalars()
         loss = self.program.loss
         assert loss is not None
-        scalars[loss] = Deliver.apply(scalars[loss], held, *self.runtime.trained(), self.runtime.anchor)  # type: ignore[no-untyped-call]
+        scalars[loss] = Deliver.apply(scalars[loss], held, self.runtime.anchor, *self.runtime.trained())  # type: ignore[no-untyped-call]
         return map_nodes(self.program.results, scalars.__getitem__)
 
     def _scalars(self) -> dict[Node, Tensor]:
         """Every scalar as the mean over replicas, on every rank."""
-        total = torch.zeros(len(self.program.scalars), dtype=torch.float64)
+        nodes = self.program.returned
+        total = torch.zeros(len(nodes), dtype=torch.float64)
         for number, results in self._step.results.items():
             values = torch.stack([x.to("cpu", torch.float64) for x in results])
-            rows = torch.tensor([self._shares[number] if l.combine == "rows" else 1.0 for l in self.program.losses])
+            rows = torch.tensor(
+                [self._shares[number] if loss.combine == "rows" else 1.0 for loss in self.program.losses]
+            )
             total += values * rows
         total = gather_equal(total, self.runtime.pipeline, name="the loss of a pipeline").sum(0)
         if self.runtime.replicas.size > 1:
             total = gather_equal(total, self.runtime.replicas, name="the loss of all pipelines").mean(0)
         device = self.runtime.mesh.device
-        return {
-            node: x.to(device, node.value.dtype) for node, x in zip(self.program.scalars, total.unbind(), strict=True)
-        }
+        return {node: x.to(device, node.value.dtype) for node, x in zip(nodes, total.unbind(), strict=True)}
 
     # ---- everything the model returns
 
@@ -115,12 +116,10 @@ class Run:
 
     def _outputs(self) -> dict[Node, Tensor]:
         """The last stage's values of all micro-batches together, on every rank of the pipeline."""
-        runtime = self.runtime
-        all_nodes = [list(dict.fromkeys(nodes_in(program.results))) for program in self.programs]
-        found: dict[Node, Tensor] = {}
-        for nodes in zip(*all_nodes, strict=True):
+        runtime, found = self.runtime, {}
+        for place, nodes in enumerate(zip(*(program.returned for program in self.programs), strict=True)):
             if runtime.pipeline.index == runtime.last:
-                parts = [self._step.values[number][node] for number, node in enumerate(nodes)]
+                parts = [self._step.results[number][place] for number in range(len(nodes))]
             else:
                 parts = [torch.empty(n.value.shape, dtype=n.value.dtype, device=runtime.mesh.device) for n in nodes]
             whole = self._joined(parts)
@@ -162,20 +161,19 @@ class Run:
     def _ended(self, stage: int, micro_batch: int) -> None:
         """A backward ended: where it was its stage's last one, gradients of the stage may leave."""
 
-    def _roots(self, results: Any) -> list[Tensor]:
-        """Where backward starts on the last stage: the loss, or every output."""
-        if self.program.mode == "train":
-            assert self.program.loss is not None
-            return [results[self.program.scalars.index(self.program.loss)]]
-        return list(tensors_in(results))
+    def _roots(self) -> list[int]:
+        """Which of the returned backward starts at: the loss, or every output."""
+        program = self.program
+        if program.loss is not None:
+            return [program.returned.index(program.loss)]
+        return [place for place, node in enumerate(program.returned) if node.value.requires_grad]
 
     def _seeds(self, action: Action) -> list[Tensor | None]:
         if action.stage != self._num_stages - 1:
             return []
-        if self.program.mode == "train":
-            loss = self.program.loss
-            assert loss is not None
-            combine = self.program.losses[self.program.scalars.index(loss)].combine
+        loss = self.program.loss
+        if loss is not None:
+            combine = self.program.losses[self.program.returned.index(loss)].combine
             seed = self._shares[action.micro_batch] if combine == "rows" else 1.0
             return [torch.full((), seed, dtype=loss.value.dtype, device=self.runtime.mesh.device)]
         return [None if parts is None else parts[action.micro_batch] for parts in self._seeds_of_outputs]

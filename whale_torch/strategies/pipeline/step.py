@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from whale_torch.comm.messages import Form, Message, Messages
-from whale_torch.strategies.outputs import map_tensors
 from whale_torch.strategies.pipeline.bridges import Enter
 from whale_torch.trace.graph import Node
 from whale_torch.trace.program import StageProgram
@@ -29,7 +28,7 @@ class MicroBatch:
 
     inputs: Sequence[Tensor]
     programs: Sequence[StageProgram]
-    counts: Sequence[Any]
+    counts: Mapping[Any, Any]
 
 
 @dataclass
@@ -50,7 +49,8 @@ class Step:
 
     grad: whether backwards follow. find: the live module, parameter or buffer that a Node of a stage names.
     seed: of this step; every stage and micro-batch draws from a stream of its own. roots: of what the last stage
-    returns, the tensors that backward starts at. ended: called after each backward, with stage and micro-batch.
+    returns, places of the tensors that backward starts at. ended: called after each backward, with stage and
+    micro-batch.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Step:
         find: Callable[[Node], Any],
         seed: int,
         anchor: Tensor,
-        roots: Callable[[Any], list[Tensor]],
+        roots: Sequence[int],
         ended: Callable[[int, int], None] = lambda stage, micro_batch: None,
     ):
         self.micro_batches, self.messages, self.grad = micro_batches, messages, grad
-        self.results: dict[int, Any] = {}
+        self.results: dict[int, tuple[Tensor, ...]] = {}
         self.peak = 0
         self._find, self._seed, self._anchor, self._roots, self._ended = find, seed, anchor, roots, ended
         self._alive: dict[tuple[int, int], _Alive] = {}
@@ -87,8 +87,9 @@ class Step:
                 alive.edges[goal] = [get_gradient_edge(x) if x.requires_grad else None for x in flows]
         if stage == len(batch.programs) - 1:
             if self.grad:
-                alive.results = [get_gradient_edge(x) if x.requires_grad else None for x in self._roots(results)]
-            self.results[number] = _detached(results)
+                found = (results[place] for place in self._roots)
+                alive.results = [get_gradient_edge(x) if x.requires_grad else None for x in found]
+            self.results[number] = tuple(x.detach() for x in results)
         if self.grad:
             self._alive[stage, number] = alive
             self.peak = max(self.peak, len(self._alive))
@@ -174,7 +175,3 @@ def _pair(
         if edge is not None and grad is not None:
             roots.append(edge)
             grads.append(grad)
-
-
-def _detached(value: Any) -> Any:
-    return map_tensors(value, Tensor.detach)
