@@ -65,7 +65,7 @@ def check_gradients(parameters: Iterable[Tensor]) -> None:
         place = place_of(parameter)
         if place is None:
             break
-        if place.copies.size > 1:
+        if place.copies.size > 1 and place.held:
             copies.setdefault(place.copies, []).append((parameter, place))
     for group, members in copies.items():
         _check_number(group, members)

@@ -92,7 +92,8 @@ def _look_at(optimizer: Optimizer) -> bool:
     if _step_of(type(optimizer)) not in _ELEMENT_WISE:
         raise _reads_whole_tensors(type(optimizer), *cut[0])
     for parameter, place in cut:
-        _check_state(optimizer, parameter, place)
+        if place.held:
+            _check_state(optimizer, parameter, place)
     if optimizer not in _hooked:
         optimizer.register_state_dict_post_hook(_give_parts)
         optimizer.register_load_state_dict_post_hook(_take_parts)
@@ -101,8 +102,11 @@ def _look_at(optimizer: Optimizer) -> bool:
 
 
 def _reads_whole_tensors(kind: type[Optimizer], parameter: Tensor, place: ParameterPlace) -> PlanError:
-    assert place.shard is not None and place.parts is not None
-    held = f"this rank holds {tuple(parameter.shape)} of {place.shard.shape}"
+    if place.shard is None or place.parts is None:
+        where = "is on another rank of the pipeline"
+    else:
+        held = f"this rank holds {tuple(parameter.shape)} of {place.shard.shape}"
+        where = f"is cut over {place.parts.size} ranks: {held}"
     own = kind.__module__.partition(".")[0] == "torch"
     known = "reads whole tensors" if own else "is not known to work element by element"
     declare = "" if own else (
@@ -110,7 +114,7 @@ def _reads_whole_tensors(kind: type[Optimizer], parameter: Tensor, place: Parame
         "that element's gradient and state alone"
     )  # fmt: skip
     return PlanError(
-        f"{kind.__name__} {known}, but '{place.name}' is cut over {place.parts.size} ranks: {held}.",
+        f"{kind.__name__} {known}, but '{place.name}' {where}.",
         where=place.site,
         fix=f"give the cut parameters an element-wise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...){declare}",
     )
@@ -159,7 +163,8 @@ def _part(value: Any, parameter: Tensor, place: ParameterPlace) -> Any:
 
 def _take_parts(optimizer: Optimizer) -> None:
     for parameter, place in _cut_parameters(optimizer):
-        _check_state(optimizer, parameter, place)
+        if place.held:
+            _check_state(optimizer, parameter, place)
 
 
 def _check_scaler(optimizer: Optimizer) -> None:
@@ -176,9 +181,10 @@ def _check_scaler(optimizer: Optimizer) -> None:
             scaler = frame.f_locals["self"]
             if scaler.is_enabled() and type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_:
                 place = _cut_parameters(optimizer)[0][1]
+                where = f"is cut over {place.parts.size} ranks" if place.parts else "is one stage's of several ranks"
                 raise PlanError(
-                    f"{type(scaler).__name__} looks for overflow in this rank's gradients alone, but '{place.name}' is "
-                    f"cut over {place.parts.size if place.parts else 1} ranks: some would step and others not.",
+                    f"{type(scaler).__name__} looks for overflow in this rank's gradients alone, but '{place.name}' "
+                    f"{where}: some would step and others not.",
                     where=place.site,
                     fix="scaler = wh.GradScaler(model)",
                 )

@@ -39,6 +39,7 @@ class Places:
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, pipeline: Group, programs: Sequence[StageProgram]):
         assert plan.pipeline is not None
+        self._site = plan.pipeline.site
         self._plan, self._mesh, self._pipeline = plan, mesh, pipeline
         self._parameters = dict(model.named_parameters())
         self.stages = _stages(model, plan, programs)
@@ -62,22 +63,20 @@ class Places:
         held = self.held()
         replicas = self._mesh.group("copies of a stage", self._plan.device("replica").copies)
         for name, parameter in self._parameters.items():
-            places, cut = self.places_of(name), place_of(parameter)
-            copies = self.ties.get(places, replicas) if cut is None else cut.copies
-            set_place(
-                parameter,
-                ParameterPlace(
-                    name,
-                    copies,
-                    None if cut is None else cut.shard,
-                    None if cut is None else cut.parts,
-                    self._plan.pipeline.site if cut is None and self._plan.pipeline else cut.site if cut else None,
-                    self._mesh.everyone(),
-                    self._pipeline,
-                    places[0],
-                    name in held,
-                ),
+            places, before = self.places_of(name), place_of(parameter)
+            cut = before if before is not None and before.shard is not None else None
+            place = ParameterPlace(
+                name,
+                cut.copies if cut else self.ties.get(places, replicas),
+                shard=cut.shard if cut else None,
+                parts=cut.parts if cut else None,
+                site=cut.site if cut else self._site,
+                world=self._mesh.everyone(),
+                pipeline=self._pipeline,
+                holder=places[0],
+                held=name in held,
             )
+            set_place(parameter, place)
             if name not in held:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
