@@ -42,7 +42,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if not is_parallelized(model):
         runtime_of(model, "wh.full_state_dict")
     state = model.state_dict()
-    first = {key: id(p) for key, p in model.named_parameters(remove_duplicate=False)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first = {key: id(p) for key, p in parameters.items()}
     whole: dict[int | str, Tensor] = {}
     full: OrderedDict[str, Any] = OrderedDict()
     for key, value in state.items():
@@ -51,18 +52,21 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         parameter = first.get(key, key)
         if parameter not in whole:
-            whole[parameter] = _whole(value, key in first, model, key)
+            whole[parameter] = _whole(value, parameters.get(key), model, key)
         full[key] = whole[parameter]
     if hasattr(state, "_metadata"):  # versions of modules, by which load_state_dict reads older files
         full._metadata = state._metadata  # type: ignore[attr-defined]
     return full
 
 
-def _whole(value: Tensor, is_parameter: bool, model: nn.Module, key: str) -> Tensor:
+def _whole(value: Tensor, parameter: Tensor | None, model: nn.Module, key: str) -> Tensor:
     if isinstance(value, CutTensor):
         return value.whole()
+    place = None if parameter is None else place_of(parameter)
+    if place is not None and place.pipeline is not None:  # this rank's stage: the others ask for it
+        return join(value.detach(), place)
     runtime = model.__dict__.get(KEY)
-    if is_parameter or not isinstance(runtime, Runtime):
+    if parameter is not None or not isinstance(runtime, Runtime):
         return value.detach().clone()
     return broadcast_copy(
         value, runtime.mesh.everyone(), name=f"buffer '{key}' (wh.full_state_dict is called on every rank)"

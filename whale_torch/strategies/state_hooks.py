@@ -32,15 +32,17 @@ def first_cut(model: nn.Module) -> ParameterPlace | None:
 
 
 def attach_state_hooks(model: nn.Module) -> None:
-    """Lets every module that owns a cut parameter give CutTensors and take whole tensors."""
+    """Lets every module that owns a cut parameter, or another rank's, give CutTensors and take whole tensors."""
     for module in model.modules():
         found: dict[str, ParameterPlace] = {}
         for key, parameter in module._parameters.items():
             place = None if parameter is None else place_of(parameter)
             if place is not None and place.is_cut:
                 found[key] = place
+        known = _KEY in module.__dict__
         if found:
             module.__dict__[_KEY] = found
+        if found and not known:
             module.register_state_dict_post_hook(_give_parts)
             module.register_load_state_dict_pre_hook(_take_parts)
 

@@ -21,6 +21,7 @@ from whale_torch.strategies.pipeline.run import Run
 from whale_torch.strategies.pipeline.stand_ins import StandIns
 from whale_torch.strategies.pipeline.step import MicroBatch
 from whale_torch.strategies.runtime import Runtime
+from whale_torch.strategies.state_hooks import attach_state_hooks
 from whale_torch.trace.graph import Node, tensors_in
 
 __all__ = ["PipelineRuntime"]
@@ -93,6 +94,7 @@ class PipelineRuntime(Runtime):
             return
         self._places = places
         places.note()
+        attach_state_hooks(model)
         held = places.held()
         self.stand_ins = StandIns(list(self._modules.values()), list(held.values()))
         self.reducers = places.reducers(self.stand_ins)
