@@ -209,8 +209,10 @@ class _Rewriting:
         whole_graph = Graph(order, output, self._graph.value, self._graph.ambient)
         live = whole_graph.needed([*nodes_in(output), *ends.values(), *(n for n in kept if n not in superseded)])
         whole_graph.nodes = [node for node in order if node in live]
-        counts = tuple(self._count(order, result) for result in self._counts)
-        return Reductions(whole_graph, counts, tuple(results))
+        used = [(result, total) for result, total in zip(self._counts, self._totals, strict=True) if total in live]
+        for number, (_, total) in enumerate(used):
+            total.target = number
+        return Reductions(whole_graph, tuple(self._count(order, result) for result, _ in used), tuple(results))
 
     def _count(self, order: list[Node], result: Node) -> Count:
         needed = self._graph.needed([result])

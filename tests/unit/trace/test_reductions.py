@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -110,14 +110,26 @@ def reductions_of(model: nn.Module, batch: dict[str, Any], two: bool = True, **o
     return found
 
 
-def summed(model: nn.Module, batch: dict[str, Any], *, tensors: bool = False, **options: Any) -> list[Tensor]:
+def summed(
+    model: nn.Module,
+    batch: dict[str, Any],
+    *,
+    tensors: bool = False,
+    share: float = 1 / len(SIZES),
+    of_counts: Callable[[list[float]], float] = sum,
+    **options: Any,
+) -> list[Tensor]:
     """The output's scalars as micro-batches and replicas give them."""
     parts = parts_of(batch)
-    rewritten = [reductions_of(model, part, whole=batch, **options) for part in parts]
-    totals: dict[Any, Any] = {"share": 1 / len(parts)}
+    by_size = {
+        size: reductions_of(model, part, whole=batch, **options) for size, part in zip(SIZES, parts, strict=True)
+    }
+    rewritten = [by_size[size] for size in SIZES]
+    totals: dict[Any, Any] = {"share": share}
     for number in range(len(rewritten[0].counts)):
-        each = [float(run(r.counts[number], model, part, {})[r.counts[number].result]) for r, part in zip(rewritten, parts)]
-        totals[number] = torch.tensor(sum(each), dtype=torch.float64) if tensors else sum(each)
+        counts = [r.counts[number] for r in rewritten]
+        each = [float(run(c, model, part, {})[c.result]) for c, part in zip(counts, parts, strict=True)]
+        totals[number] = torch.tensor(of_counts(each), dtype=torch.float64) if tensors else of_counts(each)
     found: list[Any] = [0.0] * len(rewritten[0].losses)
     for r, part, size in zip(rewritten, parts, SIZES, strict=True):
         assert len(r.counts) == len(rewritten[0].counts)
@@ -133,7 +145,8 @@ def worst(model: nn.Module, losses: list[Tensor], expected: list[Tensor]) -> flo
     assert len(losses) == len(expected) > 0
     for mine, theirs in zip(losses, expected, strict=True):
         assert mine.shape == theirs.shape
-    values = [abs(float(a) - float(b)) / max(abs(float(b)), 1e-3) for a, b in zip(losses, expected, strict=True)]
+    pairs = [(float(a.detach()), float(b.detach())) for a, b in zip(losses, expected, strict=True)]
+    values = [abs(mine - theirs) / max(abs(theirs), 1e-3) for mine, theirs in pairs]
     gradients = [_gradients(model, values) for values in (losses, expected)]
     top = max((float(g.abs().max()) for g in gradients[1]), default=0.0)
     for mine, theirs in zip(*gradients, strict=True):
@@ -148,10 +161,16 @@ def _gradients(model: nn.Module, losses: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def check(loss: LossFunction, *, bar: float = 1e-9, **options: Any) -> None:
+def case(loss: LossFunction, **more: Any) -> tuple[Net, dict[str, Any]]:
     torch.manual_seed(1)
-    model, batch = Net(loss).double(), a_batch(**options.pop("more", {}))
-    batch = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
+    model, batch = Net(loss).double(), a_batch(**more)
+    return model, {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()
+    }
+
+
+def check(loss: LossFunction, *, bar: float = 1e-9, more: dict[str, Any] | None = None, **options: Any) -> None:
+    model, batch = case(loss, **more or {})
     assert worst(model, summed(model, batch, **options), scalars_of(model(**batch))) < bar
 
 
@@ -254,7 +273,9 @@ LOSSES: dict[str, LossFunction] = {
     "bce with logits": lambda net, h, b: F.binary_cross_entropy_with_logits(
         h, _unit(b["t"]), pos_weight=net.class_weight
     ),
-    "bce with weights": lambda net, h, b: F.binary_cross_entropy_with_logits(h, _unit(b["t"]), weight=b["m"][..., None]),
+    "bce with weights": lambda net, h, b: F.binary_cross_entropy_with_logits(
+        h, _unit(b["t"]), weight=b["m"][..., None]
+    ),
     "soft margin": lambda net, h, b: F.soft_margin_loss(h, b["t"].sign()),
     "poisson": lambda net, h, b: F.poisson_nll_loss(h, b["t"].abs()),
     "kl mean": lambda net, h, b: F.kl_div(h.log_softmax(-1), _probabilities(b), reduction="mean"),
@@ -272,11 +293,14 @@ LOSSES: dict[str, LossFunction] = {
     "sum": lambda net, h, b: (h * b["t"]).sum(),
     "none then mean": lambda net, h, b: F.smooth_l1_loss(h, b["t"], reduction="none").mean(),
     "dot": lambda net, h, b: torch.dot(h.flatten(), b["t"].flatten()) / b["m"].sum(),
-    "negation, casts and views": lambda net, h, b: -(F.mse_loss(h, b["t"]).float().double().unsqueeze(0).view(1, 1)[0, 0]),
+    "negation, casts and views": lambda net, h, b: (
+        -(F.mse_loss(h, b["t"]).float().double().unsqueeze(0).view(1, 1)[0, 0])
+    ),
     "squeezed": lambda net, h, b: F.mse_loss(h[..., 0].mean(1).squeeze(), b["t"][:, 0, 0].squeeze()),
 }
 
 
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_means(name):
     check(LOSSES[name], bar=1e-7 if "cast" in name else 1e-9)
@@ -377,3 +401,388 @@ WRITTEN: dict[str, LossFunction] = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_written_by_hand(name):
     check(WRITTEN[name], bar=1e-5 if "tensor of rows" in name or name == "like the logits" else 1e-9)
+
+
+# ---- Hugging Face
+
+
+def _bert(**more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return {"vocab_size": 37, "max_position_embeddings": 16, **sizes, **dropout, **more}
+
+
+def _masked(low: float, shape: tuple[int, ...] = (ROWS, 6), classes: int = 37) -> Tensor:
+    labels = torch.randint(1, classes, shape)
+    labels[torch.rand(shape) < low] = -100
+    labels[3] = -100
+    return labels
+
+
+def _attended() -> Tensor:
+    attended = torch.ones(ROWS, 6, dtype=torch.long)
+    for row in range(ROWS):
+        attended[row, 6 - row % 3 :] = 0
+    return attended
+
+
+def _hugging_face(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(1, 37, (ROWS, 6))
+    made: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+        "BertForMaskedLM": lambda: (transformers.BertConfig(**_bert()), {"labels": _masked(0.7)}),
+        "BertForPreTraining": lambda: (
+            transformers.BertConfig(**_bert()),
+            {"labels": _masked(0.7), "next_sentence_label": torch.randint(0, 2, (ROWS,))},
+        ),
+        "BertForSequenceClassification": lambda: (
+            transformers.BertConfig(**_bert(num_labels=1)),
+            {"labels": torch.randn(ROWS, dtype=torch.float64)},
+        ),
+        "BertForTokenClassification": lambda: (
+            transformers.BertConfig(**_bert(num_labels=5)),
+            {"labels": _masked(0.5, classes=5)},
+        ),
+        "BertForQuestionAnswering": lambda: (
+            transformers.BertConfig(**_bert()),
+            {"start_positions": torch.randint(0, 8, (ROWS,)), "end_positions": torch.randint(0, 6, (ROWS,))},
+        ),
+        "GPT2LMHeadModel": lambda: (
+            transformers.GPT2Config(
+                vocab_size=37, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+            ),
+            {"labels": _masked(0.3)},
+        ),
+        "LlamaForCausalLM": lambda: (
+            transformers.LlamaConfig(
+                vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+            ),
+            {"labels": _masked(0.3), "num_items_in_batch": 41},
+        ),
+        "T5ForConditionalGeneration": lambda: (
+            transformers.T5Config(
+                vocab_size=37, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0,
+                decoder_start_token_id=0,
+            ),
+            {"labels": _masked(0.3, (ROWS, 4))},
+        ),
+    }  # fmt: skip
+    config, more = made[name]()
+    return getattr(transformers, name)(config), {"input_ids": ids, "attention_mask": _attended(), **more}
+
+
+HUGGING_FACE = [
+    *("BertForMaskedLM", "BertForPreTraining", "BertForSequenceClassification", "BertForTokenClassification"),
+    *("BertForQuestionAnswering", "GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"),
+]
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_faces_own_losses(name):
+    torch.manual_seed(2)
+    model, batch = _hugging_face(name)
+    model = model.double()
+    assert worst(model, summed(model, batch), [model(**batch).loss]) < 1e-6
+
+
+# ---- what the bar must catch
+
+
+@pytest.mark.parametrize(
+    "loss", [LABELS["tokens"], LABELS["class weights"], WRITTEN["masked mean"], WRITTEN["two terms"], LOSSES["mse"]]
+)
+def test_the_mean_of_micro_batches_means_fails_the_bar(loss):
+    model, batch = case(loss)
+    batch["y"][3:4, 0] = 1  # else NaN
+    parts = parts_of(batch)
+    mean = [sum(scalars_of(model(**part))[0] for part in parts) / len(parts)]
+    assert worst(model, mean, scalars_of(model(**batch))) > 1e-2
+    if loss is not LOSSES["mse"]:  # whose count is the rows'
+        weighted = [sum(scalars_of(model(**part))[0] * size / ROWS for part, size in zip(parts, SIZES, strict=True))]
+        assert worst(model, weighted, scalars_of(model(**batch))) > 1e-2
+
+
+@pytest.mark.parametrize("loss", [LABELS["tokens"], LOSSES["mse"], WRITTEN["masked mean"], WRITTEN["over rows"]])
+def test_a_wrong_count_fails_the_bar(loss):
+    model, batch = case(loss)
+    for of_counts in (max, lambda each: sum(each) * 1.001, lambda each: sum(each) - each[-1]):
+        assert worst(model, summed(model, batch, of_counts=of_counts), scalars_of(model(**batch))) > 5e-4
+
+
+def test_a_regulariser_counted_for_each_micro_batch_fails_the_bar():
+    model, batch = case(WRITTEN["a regulariser"])
+    assert worst(model, summed(model, batch, share=1.0), scalars_of(model(**batch))) > 1e-2
+
+
+# ---- what is told
+
+
+def test_counts_are_functions_of_inputs_buffers_and_constants():
+    model, batch = case(LABELS["class weights"])
+    found = reductions_of(model, part_of(batch, 0, 3), whole=batch)
+    (count,), (loss,) = found.counts, found.losses
+    assert {node.kind for node in count.nodes} == {"input", "buffer", "call"}
+    assert count.nodes[-1] is count.result
+    assert [node.target for node in found.graph.nodes if node.kind == "count"] == [0]
+    assert loss.combine == "sum"
+
+
+def test_each_term_has_a_count_of_its_own_and_a_scalar_its_way_to_combine():
+    model, batch = case(WRITTEN["metrics"])
+    found = reductions_of(model, part_of(batch, 0, 3), whole=batch)
+    assert [loss.combine for loss in found.losses] == ["sum", "sum", "sum", "same", "same"]
+    assert [node.target for node in found.graph.nodes if node.kind == "count"] == [0, 1, 2, 3, "share"]
+
+
+def test_modules_and_draws_that_nobody_reads_stay():
+    def loss(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+        net.body[0](b["x"])
+        torch.rand(2)
+        return F.mse_loss(h, b["t"])
+
+    model, batch = case(loss)
+    found = reductions_of(model, part_of(batch, 0, 3), whole=batch)
+    assert [node.target for node in found.graph.nodes if node.kind == "module"] == ["body.0", "body.2", "body.0"]
+    assert torch.rand in [node.target for node in found.graph.nodes]
+
+
+def test_half_precision_sums_do_not_overflow():
+    model, batch = Net(lambda net, h, b: 1e3 * F.mse_loss(h, b["t"]) + (1e3 * h).abs().mean()).half(), a_batch()
+    batch = {name: x.half() if x.is_floating_point() else x * 300 for name, x in batch.items()}
+    batch["t"] = batch["t"] * 100
+    (loss,), (expected,) = summed(model, batch), scalars_of(model(**batch))
+    assert loss.dtype == torch.float16 and torch.isinf(expected) and torch.isinf(loss)
+
+
+# ---- what is refused
+
+
+class Refused:
+    """Losses that are not linear in sums over the batch; `# here` marks the line that is named."""
+
+    def sqrt(net, h, b):
+        return F.mse_loss(h, b["t"]).sqrt()  # here
+
+    def perplexity(net, h, b):
+        return torch.exp(F.mse_loss(h, b["t"]))  # here
+
+    def largest(net, h, b):
+        losses = torch.stack(_two(net, h, b))
+        return losses.max()  # here
+
+    def square(net, h, b):
+        return F.mse_loss(h, b["t"]) ** 2  # here
+
+    def inverse(net, h, b):
+        return 1 / F.mse_loss(h, b["t"])  # here
+
+    def product(net, h, b):
+        first, second = _two(net, h, b)
+        return first * second  # here
+
+    def floor(net, h, b):
+        return torch.div(F.mse_loss(h, b["t"]), 2, rounding_mode="floor")  # here
+
+    def counted_activations(net, h, b):
+        keep = (h[..., 0] > 0).double()
+        return (_each(h, b) * keep).sum() / keep.sum()  # here
+
+    def pseudo_labels(net, h, b):
+        pseudo = h.argmax(-1).reshape(-1)
+        return F.cross_entropy(h.reshape(-1, CLASSES), pseudo)  # here
+
+    def random_mask(net, h, b):
+        keep = torch.rand(len(h), LENGTH) < 0.5
+        return (_each(h, b) * keep).sum() / keep.sum()  # here
+
+    def learned_weights(net, h, b):
+        return F.cross_entropy(*_tokens(h, b), weight=net.scale.detach().expand(CLASSES).exp())  # here
+
+    def counted_weights(net, h, b):
+        weight = net.class_weight / b["m"].sum()
+        return F.cross_entropy(*_tokens(h, b), weight=weight)  # here
+
+    def class_frequencies(net, h, b):
+        frequency = F.one_hot(b["y"].clamp(0), CLASSES).sum((0, 1))
+        return (_each(h, b).sum() / frequency).sum()  # here
+
+    def maximum(net, h, b):
+        return h.max()  # here
+
+    def norm(net, h, b):
+        return torch.norm(h - b["t"])  # here
+
+    def largest_input(net, h, b):
+        return F.mse_loss(h, b["t"]) / b["t"].max()  # here
+
+    def variance(net, h, b):
+        spread = h.var(0)  # here
+        return spread.mean()
+
+    def one_sample(net, h, b):
+        first = h[0]  # here
+        return first.mean() + F.mse_loss(h, b["t"])
+
+    def best(net, h, b):
+        values, _ = h.max(0)  # here
+        return values.sum()
+
+    def root_of_rows(net, h, b):
+        return _each(h, b).sum() / len(h) ** 0.5  # here
+
+    def unbiased(net, h, b):
+        return _each(h, b).sum() / (len(h) - 1)  # here
+
+    def clamped_number(net, h, b):
+        return torch.clamp(net.scale, max=len(h)) + F.mse_loss(h, b["t"])  # here
+
+    def contrastive(net, h, b):
+        u = h.mean(1)
+        return F.cross_entropy(u @ u.T, torch.arange(len(u)))  # here
+
+    def pairs(net, h, b):
+        u = h.mean(1)
+        return (u @ u.T).square().sum()  # here
+
+    def centred(net, h, b):
+        middle = h.mean(0)
+        return (h - middle).square().mean()  # here
+
+    def weighted_by_the_loss(net, h, b):
+        return (h * F.mse_loss(h, b["t"])).mean()  # here
+
+    def in_whole_numbers(net, h, b):
+        return F.mse_loss(h, b["t"]).long() + F.mse_loss(h, b["t"])  # here
+
+    def soft_maximum(net, h, b):
+        return h.logsumexp((0, 1, 2))  # here
+
+
+REFUSED = {
+    "sqrt": "goes through sqrt(), which is not linear",
+    "perplexity": "goes through exp(), which is not linear",
+    "largest": "goes through max(), which is not linear",
+    "square": "goes through pow(), which is not linear",
+    "inverse": "goes through rdiv(), which is not linear",
+    "product": "goes through mul(), which is not linear",
+    "floor": "goes through div(), which is not linear",
+    "counted_activations": "div() divides by a sum over the batch that depends on activations, so it is not known",
+    "pseudo_labels": "the count that cross_entropy() divides by depends on activations",
+    "random_mask": "div() divides by a sum over the batch that depends on random numbers",
+    "learned_weights": "the count that cross_entropy() divides by depends on parameters",
+    "counted_weights": "the count that cross_entropy() divides by depends on another count",
+    "class_frequencies": "div() divides by a sum over the batch that has shape (4,)",
+    "maximum": "max() makes a value of the whole batch that is not a sum or a mean over its samples",
+    "norm": "norm() makes a value of the whole batch",
+    "largest_input": "max() makes a value of the whole batch",
+    "variance": "var() makes a value of the whole batch",
+    "one_sample": "getitem() makes a value of the whole batch",
+    "best": "max() makes a value of the whole batch",
+    "root_of_rows": "div() takes the number 1.73205, which is 2.23607 with 1.66667 times the samples",
+    "unbiased": "div() takes the number 2, which is 4 with 1.66667 times the samples: neither a constant nor a count",
+    "clamped_number": "clamp() takes the number 3, which is 5 with 1.66667 times the samples",
+    "contrastive": "cross_entropy() is over 9 entries, but over 25 with 5/3 of the samples",
+    "pairs": "sum() is over 9 entries, but over 25 with 5/3 of the samples: not so many for each sample",
+    "centred": "sub() combines a sum over the batch with values of single samples",
+    "weighted_by_the_loss": "mul() combines a sum over the batch with values of single samples",
+    "in_whole_numbers": "goes through long(), which is not linear",
+    "soft_maximum": "logsumexp() makes a value of the whole batch",
+}
+
+
+def refusal(loss: LossFunction, **options: Any) -> LossError:
+    model, batch = case(loss)
+    with pytest.raises(LossError) as caught:
+        reductions_of(model, part_of(batch, 0, 3), whole=batch, **options)
+    assert 'wh.pipeline(micro_batch_loss="mean")' in str(caught.value.fix)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_linear_is_refused(name):
+    loss = vars(Refused)[name]
+    error = refusal(loss)
+    lines, first = inspect.getsourcelines(loss)
+    line = first + next(number for number, text in enumerate(lines) if "# here" in text)
+    assert REFUSED[name] in error.what
+    assert error.where == f"tests/unit/trace/test_reductions.py:{line}"
+
+
+def test_every_refused_loss_is_tried():
+    assert {name for name in vars(Refused) if not name.startswith("_")} == set(REFUSED)
+
+
+@pytest.mark.parametrize("name", ["sqrt", "product", "pseudo_labels", "contrastive", "unbiased"])
+def test_a_mean_over_rows_is_taken_where_it_is_asked_for(name):
+    model, batch = case(vars(Refused)[name])
+    batch["y"][3:4, 0] = 1  # else NaN
+    losses = summed(model, batch, micro_batch_loss="mean") if name != "unbiased" else None
+    parts = parts_of(batch)
+    if losses is None:  # a micro-batch of one row has no unbiased mean
+        parts = parts[:1]
+        found = reductions_of(model, parts[0], whole=batch, micro_batch_loss="mean")
+        assert [loss.combine for loss in found.losses] == ["rows"] and found.losses[0].node in found.graph.nodes
+        return
+    mean = sum(model(**part) * size / ROWS for part, size in zip(parts, SIZES, strict=True))
+    assert worst(model, losses, [mean]) < 1e-9
+
+
+def test_only_the_scalar_that_is_not_linear_is_a_mean_over_rows():
+    def loss(net: Net, h: Tensor, b: dict[str, Tensor]) -> dict[str, Tensor]:
+        loss = F.cross_entropy(*_tokens(h, b))
+        return {"loss": loss, "perplexity": loss.exp()}
+
+    model, batch = case(loss)
+    batch["y"][3:4, 0] = 1
+    found = reductions_of(model, part_of(batch, 0, 3), whole=batch, micro_batch_loss="mean")
+    assert [loss.combine for loss in found.losses] == ["sum", "rows"]
+    losses = summed(model, batch, micro_batch_loss="mean")
+    assert worst(model, losses[:1], [model(**batch)["loss"]]) < 1e-9
+
+
+def _over_rows(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    return _each(h, b).sum() / len(h)
+
+
+def _over_the_batch_dimension(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    return h.mean(0).sum()
+
+
+def test_what_one_recording_does_not_tell_is_refused():
+    error = refusal(_over_rows, two=False)
+    assert "div() of a sum over the batch with 3: whether that is a constant or the number of samples" in error.what
+    error = refusal(_over_the_batch_dimension, two=False)
+    assert "mean() over dimension 0 of shape (3, 3, 4)" in error.what
+
+
+def _other_calls(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    h = h.abs() if len(h) > 3 else h.sin()
+    return h.mean()
+
+
+def _more_calls(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    loss = h.mean()
+    return loss if len(h) == 3 else loss + 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (_other_calls, "calls sin() at one batch size and abs() at another"),
+        (_more_calls, "8 calls at one batch size and 9 at another"),
+    ],
+)
+def test_a_forward_that_depends_on_the_number_of_samples_is_refused(loss, what):
+    model, batch = case(loss)
+    part = part_of(batch, 0, 3)
+    with pytest.raises(LossError, match=r"make the same calls whatever the number of samples") as caught:
+        reductions_of(model, part, whole=batch)
+    assert what in caught.value.what and "test_reductions.py:" in str(caught.value.where)
+    found = reductions_of(model, part, whole=batch, micro_batch_loss="mean")
+    assert [loss.combine for loss in found.losses] == ["rows"]
+
+
+def test_a_second_recording_of_the_same_size_is_refused():
+    model, batch = case(LOSSES["mse"])
+    with pytest.raises(ValueError, match="same batch size"):
+        reductions_of(model, part_of(batch, 0, OTHER), whole=batch)
