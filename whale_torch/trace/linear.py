@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +32,6 @@ __all__ = [
     "bound",
     "divisor_of_mean",
     "num_valid",
-    "reduction_of",
 ]
 
 Function = Callable[..., Any]
@@ -123,13 +121,8 @@ def bound(node: Node) -> dict[str, Any]:
     return found
 
 
-def reduction_of(node: Node) -> str:
-    """ "none", "mean", "sum" or "batchmean"."""
-    return str(bound(node)["reduction"])
-
-
-def divisor_of_mean(node: Node) -> tuple[Function, tuple[Any, ...]] | int:
-    """What a loss function's mean divides its sum by: a function of Nodes with its arguments, or a number of entries.
+def divisor_of_mean(node: Node) -> int | tuple[Function, tuple[Any, ...]]:
+    """What a loss function's mean divides its sum by: a number of entries, or a function of Nodes with its arguments.
 
     source: torch.nn.functional; cross entropy and NLL count the labels that are not ignored, by the class weights.
     """
@@ -139,10 +132,10 @@ def divisor_of_mean(node: Node) -> tuple[Function, tuple[Any, ...]] | int:
     if node.target in _WEIGHTED and arguments["weight"] is not None:
         return torch.sum, (arguments["weight"],)
     if arguments["reduction"] == "batchmean":
-        return int(arguments["input"].value.shape[0])
+        return int(arguments["input"].value.size(0))
     if node.target is F.gaussian_nll_loss:  # reads values
         shapes = [arguments[name].value.shape for name in ("input", "target")]
-        return math.prod(torch.broadcast_shapes(*shapes))
+        return int(torch.broadcast_shapes(*shapes).numel())
     values = map_nodes(arguments | {"reduction": "none"}, lambda source: source.value)
     with torch.no_grad():
         return int(node.target(**values).numel())
