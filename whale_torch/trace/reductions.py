@@ -70,8 +70,8 @@ def rewrite(
 
     losses: 0-dim Nodes of the output. micro_batch_loss: "mean" takes those that are not linear as means over the rows.
     other: the same forward recorded at another batch size: shows the batch's dimensions, and numbers that grow with it.
-    Without it only reductions to one number are taken as reductions over the batch, sums multiplied or divided by a
-    number raise, and other numbers count as constants.
+    Without it only reductions to one number are taken as reductions over the batch, a loss with a number that may be
+    the number of samples raises, and numbers that meet what each sample has count as constants.
     Raises LossError, naming the user's line, for a loss that is not linear in sums over the batch and for a count that
     depends on activations; ValueError where the other recording has the same batch size.
     """
@@ -188,6 +188,8 @@ class _Rewriting:
         """Made of what is the same on all micro-batches; a number in it may be the batch's size."""
         if node.kind == "call" and node.value.dim() == 0 and node.target not in linear.ARITHMETIC:
             number, other = _number(node), _number(self._pair(node))
+            if number is not None and self._sizes is None:
+                self._refuse_suspect(node, number)
             if number is not None and other is not None and number != other:
                 if node.target not in linear.MAKERS:
                     self._refuse_number(node, number, other)
@@ -310,13 +312,9 @@ class _Rewriting:
 
     def _scaled(self, node: Node, raw: bool) -> Node:
         """A sum times or over what is the same on all micro-batches."""
-        numbers = [x for x in (*node.args, *node.kwargs.values()) if _is_number(x)]
-        if raw and self._sizes is None and numbers:
-            refuse(
-                node,
-                f"{called(node)} of a sum over the batch with {numbers[0]:g}: whether that is a constant or the number "
-                "of samples cannot be told from one recording.",
-            )
+        number = _number(node)
+        if raw and self._sizes is None and number is not None:
+            self._refuse_suspect(node, number, certain=True)
         return self._moved(node)
 
     def _joint(self, node: Node) -> Node:
@@ -352,7 +350,13 @@ class _Rewriting:
 
     def _settled(self, node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with the total in the place of a number that grows as the batch does."""
-        if self._sizes is None or node.kind != "call" or node.target not in linear.ARITHMETIC:
+        if node.kind != "call" or node.target not in linear.ARITHMETIC:
+            return node.args, node.kwargs
+        if self._sizes is None:
+            states = {self._values[source].state for source in node.inputs()}
+            for number in (*node.args, *node.kwargs.values()):
+                if _is_number(number) and ("sum" in states or (node.value.dim() == 0 and "rows" not in states)):
+                    self._refuse_suspect(node, number)
             return node.args, node.kwargs
         pair = self._pair(node)
 
@@ -407,6 +411,16 @@ class _Rewriting:
             "micro-batch has run.",
         )
 
+    def _refuse_suspect(self, node: Node, number: float, *, certain: bool = False) -> None:
+        """Of one recording: raises where a number may have been made of the number of samples."""
+        rows = {int(x.value.shape[0]) for x in self._graph.nodes if x.kind == "input" and x.value.dim() > 0}
+        if certain or any(_may_count(number, size) for size in rows):
+            refuse(
+                node,
+                f"{called(node)} takes the number {number:g}: whether that is a constant or the number of samples "
+                "cannot be told from one recording.",
+            )
+
     def _refuse_number(self, node: Node, number: float, other: float) -> NoReturn:
         refuse(
             node,
@@ -437,6 +451,13 @@ def _dims(node: Node) -> list[int]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _may_count(number: float, size: int) -> bool:
+    """Whether a number is a multiple of the size, one over a multiple, or a multiple of one over it."""
+    small = abs(number) < 1
+    candidates = (1 / number / size, number * size) if number and small else (number / size,)
+    return number != 0 and any(math.isclose(x, round(x), rel_tol=1e-9) for x in candidates)
 
 
 def _number(node: Node) -> float | None:

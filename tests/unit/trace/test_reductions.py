@@ -863,7 +863,11 @@ def _over_the_batch_dimension(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tens
 
 def test_what_one_recording_does_not_tell_is_refused():
     error = refusal(_over_rows, two=False)
-    assert "div() of a sum over the batch with 3: whether that is a constant or the number of samples" in error.what
+    assert "div() takes the number 3: whether that is a constant or the number of samples" in error.what
+    error = refusal(lambda net, h, b: F.mse_loss(h, b["t"]) * (2 / len(h)), two=False)
+    assert "mul() takes the number 0.666667" in error.what
+    error = refusal(lambda net, h, b: F.mse_loss(h, b["t"]) + torch.tensor(6.0), two=False)
+    assert "tensor() takes the number 6" in error.what
     error = refusal(_over_the_batch_dimension, two=False)
     assert "mean() over dimension 0 of shape (3, 3, 4)" in error.what
 
