@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -406,6 +407,68 @@ WRITTEN: dict[str, LossFunction] = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_written_by_hand(name):
     check(WRITTEN[name], bar=1e-5 if "tensor of rows" in name or name == "like the logits" else 1e-9)
+
+
+# ---- at random
+
+
+ROWS_AT_RANDOM: list[LossFunction] = [
+    lambda net, h, b: h,
+    lambda net, h, b: b["t"],
+    lambda net, h, b: h * b["t"],
+    lambda net, h, b: h.sigmoid() / len(h),
+    lambda net, h, b: net.class_weight * h * b["m"][..., None],
+    lambda net, h, b: (h - b["t"].mean()).square(),
+    lambda net, h, b: b["t"] / b["m"].sum() + torch.ones_like(h),
+]
+SCALARS_AT_RANDOM: list[Callable[[Tensor, Tensor, Net, dict[str, Tensor]], Tensor]] = [
+    lambda x, y, net, b: (x * y).mean(),
+    lambda x, y, net, b: (x + y).sum(),
+    lambda x, y, net, b: F.mse_loss(x, y),
+    lambda x, y, net, b: F.l1_loss(x, y, reduction="sum"),
+    lambda x, y, net, b: F.kl_div(x, y.sigmoid(), reduction="batchmean"),
+    lambda x, y, net, b: (x.mean((0, 1)) * net.class_weight).sum(),
+    lambda x, y, net, b: F.cross_entropy(x.reshape(-1, CLASSES), b["y"].reshape(-1), weight=net.class_weight),
+    lambda x, y, net, b: net.body[0].weight.square().mean() + net.scale,
+    lambda x, y, net, b: b["m"].sum(),
+    lambda x, y, net, b: b["t"].abs().mean().sqrt(),
+    lambda x, y, net, b: torch.tensor(float(len(x)), dtype=x.dtype),
+]
+COMBINED_AT_RANDOM: list[Callable[[Tensor, Tensor, int], Tensor]] = [
+    lambda a, b, n: a + b,
+    lambda a, b, n: a - 0.5 * b,
+    lambda a, b, n: a * b,
+    lambda a, b, n: a / b,
+    lambda a, b, n: a / n - b * n,
+    lambda a, b, n: torch.stack([a.double(), b.double()]).mean(),
+    lambda a, b, n: torch.add(a, b, alpha=0.3) + 1,
+    lambda a, b, n: 1 / a - b.detach(),
+    lambda a, b, n: -a.clamp(min=0.1) + b,
+]
+
+
+def _at_random(chooser: random.Random, depth: int = 0) -> LossFunction:
+    if depth == 2 or chooser.random() < 0.25:
+        make, first, second = chooser.choice(SCALARS_AT_RANDOM), *chooser.choices(ROWS_AT_RANDOM, k=2)
+        return lambda net, h, b: make(first(net, h, b), second(net, h, b), net, b)
+    join = chooser.choice(COMBINED_AT_RANDOM)
+    left, right = _at_random(chooser, depth + 1), _at_random(chooser, depth + 1)
+    return lambda net, h, b: join(left(net, h, b), right(net, h, b), len(h))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_loss_is_exact_or_refused(seed):
+    chooser, accepted = random.Random(seed), 0
+    for _ in range(10):
+        loss = _at_random(chooser)
+        model, batch = case(loss)
+        try:
+            losses = summed(model, batch)
+        except LossError:
+            continue
+        accepted += 1
+        assert worst(model, losses, [model(**batch)]) < 1e-6
+    assert accepted >= 3
 
 
 # ---- Hugging Face
