@@ -31,6 +31,7 @@ from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
 from whale_torch.strategies.outputs import tensors_in
+from whale_torch.strategies.pipeline.programs import Programs
 from whale_torch.strategies.pipeline.runtime import PipelineRuntime
 from whale_torch.strategies.replica import equalize, make_reducers, place_whole_parameters
 from whale_torch.strategies.root import make_root
@@ -107,6 +108,7 @@ def parallelize(
     made = _decide(model, mesh, cluster, plan, default, sample_inputs)
     _together(mesh, lambda: check_batch_norm(model, made))
     reader = _together(mesh, lambda: BatchReader(model, made.batch_dim))
+    programs = None if made.pipeline is None else _together(mesh, lambda: Programs(model, made, mesh.device))
     cuts = cut_parameters(model, made, mesh)
     state = None if weights is None else _together(mesh, lambda: read_weights(weights, model), CheckpointError)
     if is_meta(model):
@@ -131,7 +133,8 @@ def parallelize(
     if made.pipeline is None:
         runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     else:
-        runtime = PipelineRuntime(model, made, mesh, regions, reader, seed)
+        assert programs is not None
+        runtime = PipelineRuntime(model, made, mesh, regions, reader, programs, seed)
     make_root(model, runtime)
     keep_off_wrappers(model)
     close_annotations(model)

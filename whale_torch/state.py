@@ -69,5 +69,8 @@ def _whole(value: Tensor, parameter: Tensor | None, model: nn.Module, key: str) 
     if parameter is not None or not isinstance(runtime, Runtime):
         return value.detach().clone()
     return broadcast_copy(
-        value, runtime.mesh.everyone(), name=f"buffer '{key}' (wh.full_state_dict is called on every rank)"
+        value,
+        runtime.mesh.everyone(),
+        runtime.source_of_buffer(key),
+        name=f"buffer '{key}' (wh.full_state_dict is called on every rank)",
     )

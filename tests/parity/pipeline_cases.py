@@ -187,6 +187,13 @@ class InPlace(Chain):
         return F.cross_entropy(self.d(h), y)
 
 
+class Normalized(Chain):
+    """Running statistics in the second stage."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.BatchNorm1d(WIDTH))
+
+
 _FOUR = ("a", "b", "c", "d")
 
 CASES = {
@@ -205,6 +212,7 @@ CASES = {
     "losses": Case(Losses, _FOUR, _features),
     "recurrent": Case(Recurrent, _FOUR, _sequences),
     "recomputed": Case(Recomputed, _FOUR, _features),
+    "normalized": Case(Normalized, _FOUR, _features, updates=True),
     "in place": Case(InPlace, _FOUR, _features),
 }  # fmt: skip
 

@@ -189,6 +189,10 @@ class Runtime:
     def _trained_dtypes(self) -> list[torch.dtype | None]:
         return [p.dtype if p.requires_grad else None for p in self._members.parameters]
 
+    def source_of_buffer(self, key: str) -> int:
+        """The rank whose values of a buffer count."""
+        return 0
+
     def current_plan(self) -> Plan:
         """The plan in force, with what was gathered implicitly so far."""
         from dataclasses import replace

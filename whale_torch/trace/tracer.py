@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -265,7 +265,7 @@ class _Recorder(TorchFunctionMode):
         self.draws.seen = False
         with self._inside():
             out = original(*args)
-        self.bind(out, self.add(Node("call", function.apply, nest, draws=self.draws.seen)))
+        self.bind(out, self.add(Node("call", original, nest, draws=self.draws.seen)))
         return out
 
     # ---- modules
@@ -321,11 +321,11 @@ class _Recorder(TorchFunctionMode):
 def _run(func: Callable[..., Any], args: Any, kwargs: Any, what: str) -> Any:
     try:
         return func(*args, **kwargs)
-    except DataDependentOutputException as error:
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
             f"{what} reads a tensor's value to decide what is done next, which differs from batch to batch.",
             where=call_site(),
-            fix="in the code between stages: move it into a stage's module; in a module: see whale_torch.trace.tweaks",
+            fix="in the code between stages: move it into a stage's module",
         ) from error
 
 

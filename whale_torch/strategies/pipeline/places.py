@@ -43,6 +43,7 @@ class Places:
         self._plan, self._mesh, self._pipeline = plan, mesh, pipeline
         self._parameters = dict(model.named_parameters())
         self.stages = _stages(model, plan, programs)
+        self._runs = {name: program.index for program in reversed(programs) for name in program.modules}
         self.ties: dict[tuple[int, ...], Group] = {}
         for name in self._parameters:
             places = self.places_of(name)
@@ -52,6 +53,12 @@ class Places:
     def places_of(self, name: str) -> tuple[int, ...]:
         """The places that hold a parameter, ascending."""
         return tuple(sorted({stage % self._pipeline.size for stage in self.stages[name]}))
+
+    def place_of_module(self, name: str) -> int:
+        """The place that runs a module, by its name or that of what contains it; the first where none does."""
+        while name not in self._runs and name:
+            name = name.rpartition(".")[0]
+        return self._runs.get(name, 0) % self._pipeline.size
 
     def held(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, by name."""

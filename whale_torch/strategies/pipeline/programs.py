@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from whale_torch.planning.pipelines import PipelinePlan
+from whale_torch.planning.plan import Plan
 from whale_torch.strategies.pipeline.outputs import losses_of, training_results
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Context, Graph, Node, nodes_in
@@ -50,9 +51,11 @@ class Programs:
     Raises what recording, cutting and the rewriting of the loss raise: TraceError, LossError.
     """
 
-    def __init__(self, model: nn.Module, plan: PipelinePlan, batch_dim: int, device: torch.device):
-        self._model, self._plan, self._batch_dim = model, plan, batch_dim
-        self._leaf = leaf_of(model, plan)
+    def __init__(self, model: nn.Module, plan: Plan, device: torch.device):
+        assert plan.pipeline is not None
+        self._model, self._plan = model, plan.pipeline
+        self._batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
+        self._leaf = leaf_of(plan.pipeline)
         self._twin = Twin.of(model, device)
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._known: dict[Any, Program] = {}
@@ -107,7 +110,7 @@ def _count_program(count: Count) -> StageProgram:
     return StageProgram(0, steps, {}, {}, count.result, False, (), ())
 
 
-def leaf_of(model: nn.Module, plan: PipelinePlan) -> Leaf:
+def leaf_of(plan: PipelinePlan) -> Leaf:
     """Which modules a recording keeps whole: those of a stage, and others with parameters that hold no stage."""
     roots = [name for names in plan.stages for name in names]
     around = {name[:end] for name in roots for end in _dots(name)} | {""}

@@ -30,24 +30,33 @@ __all__ = ["PipelineRuntime"]
 class PipelineRuntime(Runtime):
     """Plan in force, groups, programs and reducers of one pipelined model.
 
-    pipeline: this rank's pipeline, in order of its places. replicas: the ranks that run the same stages on other
-    batches. peak: the most forwards of one stage's micro-batches that ever waited for their backward, over own stages.
+    programs: made before anything of the model was cut. pipeline: this rank's pipeline, in order of its places.
+    replicas: the ranks that run the same stages on other batches. peak: the most forwards, of micro-batches at own
+    stages, that ever waited for their backward.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, regions: list[Region], reader: BatchReader, seed: int):
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        regions: list[Region],
+        reader: BatchReader,
+        programs: Programs,
+        seed: int,
+    ):
         assert plan.pipeline is not None
         device = plan.device("replica")
         self.plan, self.mesh, self.regions, self.sync = plan, mesh, regions, True
         self.pipeline = mesh.group("a pipeline", device.pipelines, channel="stages")
         self.replicas = mesh.group("replicas of a pipeline", device.copies)
         self.batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
-        self.programs = Programs(model, plan.pipeline, self.batch_dim, mesh.device)
+        self.programs = programs
         self.anchor = torch.zeros((), device=mesh.device, requires_grad=True)
         self.peak = 0
         self.seed, self.number = seed, 0
         self._reader = reader
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._model_ref: Callable[[], nn.Module] = lambda: model
         self._places: Places | None = None
         self.stand_ins: StandIns
         self.reducers: list[StageReducer] = []
@@ -82,6 +91,11 @@ class PipelineRuntime(Runtime):
             return self._modules[node.target]
         owner, _, name = node.target.rpartition(".")
         return getattr(self._modules[owner], name)
+
+    def source_of_buffer(self, key: str) -> int:
+        """The first rank that runs a buffer's module."""
+        place = 0 if self._places is None else self._places.place_of_module(key.rpartition(".")[0])
+        return self.plan.device("replica").pipelines[0][place]
 
     def trained(self) -> list[nn.Parameter]:
         """This rank's parameters that get gradients."""
