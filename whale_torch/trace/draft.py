@@ -70,10 +70,25 @@ class Draft:
 
     def moved(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Node:
         """A recorded Node on what took its inputs' places; itself where nothing changes."""
-        args, kwargs = self.exchanged((args, kwargs))
-        if list(nodes_in((args, kwargs))) == list(node.inputs()):
+        return self._moved(node, *self.exchanged((args, kwargs)))
+
+    def _moved(self, node: Node, args: Any, kwargs: dict[str, Any]) -> Node:
+        target = linear.OUT_OF_PLACE.get(node.target, node.target) if _is_scalar(node.value) else node.target
+        if target is node.target and list(nodes_in((args, kwargs))) == list(node.inputs()):
             return node
-        return self.changed(node, linear.OUT_OF_PLACE.get(node.target, node.target), args, kwargs)
+        made = self.add(dataclasses.replace(node, target=target, args=args, kwargs=kwargs))
+        if target is node.target or all(source.value.dtype == node.value.dtype for source in node.inputs()):
+            return made
+        return self.call(node, Tensor.to, (made, node.value.dtype))  # in place the first one's dtype stays
+
+    def kept(self, result: Node) -> Node:
+        """A recorded result as it is, but for numbers changed in place, which rewritten Nodes may read."""
+        needed, now = self.graph.needed([result]), dict[Node, Node]()
+        for node in self.graph.nodes:
+            if node in needed:
+                nest = exchange((node.args, node.kwargs), lambda source: now.get(source, source))
+                now[node] = self._moved(node, *nest)
+        return now[result]
 
     def exchanged(self, nest: Any) -> Any:
         return exchange(nest, lambda source: self.now.get(source, source))
@@ -139,6 +154,10 @@ class Draft:
             needed = self.graph.needed([result])
             counts.append((tuple(node for node in order if node in needed), result))
         return graph, counts
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
 
 
 def exchange(nest: Any, change: Callable[[Node], Any]) -> Any:

@@ -99,7 +99,7 @@ def _loss(found: Linearity, node: Node, *, accept: bool) -> Loss:
     if value is not None and value.state == "same":
         return Loss(value.own, "sum") if value.own else Loss(found.draft.shared(value.node, node), "same")
     if accept:
-        return Loss(node, "rows")
+        return Loss(found.draft.kept(node), "rows")
     if value is None:
         raise found.errors[node]
     refuse_lost(value.origin or node)

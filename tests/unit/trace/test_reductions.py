@@ -150,7 +150,7 @@ def worst(model: nn.Module, losses: list[Tensor], expected: list[Tensor]) -> flo
     """Largest error of losses and of gradients of their sum, each relative to the largest of its kind."""
     assert len(losses) == len(expected) > 0
     for mine, theirs in zip(losses, expected, strict=True):
-        assert mine.shape == theirs.shape
+        assert mine.shape == theirs.shape and (mine.dtype == theirs.dtype or not theirs.is_floating_point())
     pairs = [(float(a.detach()), float(b.detach())) for a, b in zip(losses, expected, strict=True)]
     values = [abs(mine - theirs) / max(abs(theirs), 1e-3) for mine, theirs in pairs]
     gradients = [_gradients(model, values) for values in (losses, expected)]
@@ -387,6 +387,7 @@ WRITTEN: dict[str, LossFunction] = {
     "only a regulariser": lambda net, h, b: _regulariser(net).sqrt(),
     "uncertain weights": _two_uncertain,
     "in place": _in_place,
+    "in place, of another dtype": lambda net, h, b: torch.zeros(()).add_(0.5).add_(F.mse_loss(h, b["t"])),
     "written into": _written,
     "where": lambda net, h, b: torch.where(net.scale > 0, F.mse_loss(h, b["t"]), net.scale * 2),
     "zeros like": lambda net, h, b: torch.zeros_like(F.mse_loss(h, b["t"])) + h.new_zeros(()) + F.l1_loss(h, b["t"]),
@@ -406,7 +407,10 @@ WRITTEN: dict[str, LossFunction] = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_written_by_hand(name):
-    check(WRITTEN[name], bar=1e-5 if "tensor of rows" in name or name == "like the logits" else 1e-9)
+    check(
+        WRITTEN[name],
+        bar=1e-5 if "tensor of rows" in name or name in ("like the logits", "in place, of another dtype") else 1e-9,
+    )
 
 
 # ---- at random
@@ -914,6 +918,19 @@ def test_only_the_scalar_that_is_not_linear_is_a_mean_over_rows():
     assert [loss.combine for loss in found.losses] == ["sum", "rows"]
     losses = summed(model, batch, micro_batch_loss="mean")
     assert worst(model, losses[:1], [model(**batch)["loss"]]) < 1e-9
+
+
+def test_the_scalar_as_it_was_and_the_rewritten_one_change_no_tensor_of_each_other():
+    def loss(net: Net, h: Tensor, b: dict[str, Tensor]) -> dict[str, Tensor]:
+        loss = (h * b["t"]).sum()
+        loss *= 3
+        loss += F.mse_loss(h, b["t"])
+        return {"loss": loss, "shown": loss.square()}
+
+    model, batch = case(loss)
+    losses = summed(model, batch, micro_batch_loss="mean")
+    shown = sum(model(**part)["shown"] * size / ROWS for part, size in zip(parts_of(batch), SIZES, strict=True))
+    assert worst(model, losses, [model(**batch)["loss"], shown]) < 1e-9
 
 
 def _over_rows(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tensor:
