@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import whale_torch as wh
 
-__all__ = ["CASES", "Case", "WIDTH"]
+__all__ = ["CASES", "WIDTH", "Case"]
 
 WIDTH = 8
 Batch = dict[str, Tensor]
