@@ -8,7 +8,7 @@ nobody used keeps grad None. docs/design.md 5.7.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -132,17 +132,21 @@ class Reducer:
             if homes[0] < self._next:
                 _refuse_late(parameter)
             return
-        self._note(homes, parameter)
-
-    def arrive(self, parameter: torch.nn.Parameter) -> None:
-        """The gradient of a parameter without a hook is there, or will not come."""
-        if parameter in self._homes:
-            self._note(self._homes[parameter], parameter)
-
-    def _note(self, homes: Sequence[int], parameter: torch.nn.Parameter) -> None:
         # A bucket leaves at the next event after its last parameter, when the user's own hooks on that one have run.
         while self._next < self._complete:
             self._launch()
+        self._note(homes, parameter)
+
+    def arrive(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Gradients of parameters without a hook are there, or will not come: full buckets leave, as far as they can
+        without waiting for another rank."""
+        for parameter in parameters:
+            if parameter in self._homes:
+                self._note(self._homes[parameter], parameter)
+        while self._next < self._complete and len(self._in_flight) < self.max_in_flight:
+            self._launch()
+
+    def _note(self, homes: Sequence[int], parameter: torch.nn.Parameter) -> None:
         self._arrived.add(id(parameter))
         for index in homes:
             self.buckets[index].missing -= 1

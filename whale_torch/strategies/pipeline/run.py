@@ -50,6 +50,7 @@ class Run:
         place = {stage: stage % places for stage in range(plan.num_stages)}
         self._messages = Messages(runtime.pipeline, place, order, forms_of(batches), runtime.mesh.device)
         self._seeds_of_outputs: list[list[Tensor] | None] = []
+        self._open = set(runtime.stages)
         self._last_backward = _last_backwards(self._schedule.table[runtime.pipeline.index])
         self._step = Step(
             batches,
@@ -159,7 +160,13 @@ class Run:
         return _Averaging(self.runtime) if self.runtime.sync else _Nothing()
 
     def _ended(self, stage: int, micro_batch: int) -> None:
-        """A backward ended: where it was its stage's last one, gradients of the stage may leave."""
+        """Where it was its stage's last one, gradients of which no other stage here has a part may leave."""
+        if self._last_backward[stage] != micro_batch:
+            return
+        self._open.discard(stage)
+        whole = [alias for alias, stages in self.runtime.users if stage in stages and not stages & self._open]
+        for one in self.runtime.reducers if self.runtime.sync else ():
+            one.reducer.arrive(whole)
 
     def _roots(self) -> list[int]:
         """Which of the returned backward starts at: the loss, or every output."""

@@ -60,6 +60,8 @@ class PipelineRuntime(Runtime):
         self._places: Places | None = None
         self.stand_ins: StandIns
         self.reducers: list[StageReducer] = []
+        self.stages = set(range(self.pipeline.index, plan.pipeline.num_stages, self.pipeline.size))
+        self.users: list[tuple[nn.Parameter, set[int]]] = []
 
     @property
     def last(self) -> int:
@@ -112,6 +114,7 @@ class PipelineRuntime(Runtime):
         held = places.held()
         self.stand_ins = StandIns(list(self._modules.values()), list(held.values()))
         self.reducers = places.reducers(self.stand_ins)
+        self.users = [(self.stand_ins.of(p), places.stages[name] & self.stages) for name, p in held.items()]
 
     def _totals(
         self, programs: list[Program], inputs: list[list[Tensor]], rows: list[int]
