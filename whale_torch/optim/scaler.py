@@ -31,11 +31,14 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ):
-        mesh = runtime_of(model, "wh.GradScaler").mesh
+        runtime = runtime_of(model, "wh.GradScaler")
+        mesh = runtime.mesh
         self._everyone, self._model_device = mesh.everyone(), mesh.device
         super().__init__(
             device or mesh.device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
+        if enabled:
+            runtime.scale_losses(self.get_scale)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

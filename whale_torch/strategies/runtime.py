@@ -189,6 +189,9 @@ class Runtime:
     def _trained_dtypes(self) -> list[torch.dtype | None]:
         return [p.dtype if p.requires_grad else None for p in self._members.parameters]
 
+    def scale_losses(self, scale: Callable[[], float]) -> None:
+        """Told by a GradScaler by what it multiplies losses, for a backward that runs before it can."""
+
     def source_of_buffer(self, key: str) -> int:
         """The rank whose values of a buffer count."""
         return 0

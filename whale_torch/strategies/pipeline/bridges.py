@@ -32,11 +32,22 @@ class Enter(torch.autograd.Function):
 
 
 class Deliver(torch.autograd.Function):
-    """A loss whose gradients are known already: backward scales them by what flows in and gives them to parameters."""
+    """A loss whose gradients are known already: backward scales them by what flows in and gives them to parameters.
+
+    scale: what they were multiplied by. before: called first in backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, held: Gradients, anchor: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.held = held
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        held: Gradients,
+        scale: float,
+        before: Callable[[], None],
+        anchor: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.held, ctx.scale, ctx.before = held, scale, before
         return loss.clone()
 
     @staticmethod
@@ -47,7 +58,9 @@ class Deliver(torch.autograd.Function):
                 "backward ran twice through the loss of a pipeline, whose gradients were delivered by the first run.",
                 fix="add losses up and call backward once; retain_graph=True has no effect on a pipeline",
             )
-        return (None, None, None, *(None if h is None else h.mul_(grad.to(h.dtype)) for h in held))
+        ctx.before()
+        factor = grad.float() / ctx.scale
+        return (None,) * 5 + tuple(None if h is None else h.mul_(factor.to(h.dtype)) for h in held)
 
 
 class DeliverLater(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,13 @@ from torch import nn
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
+from whale_torch.errors import CommError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan, Reduce
 from whale_torch.strategies.pipeline.stand_ins import StandIns
 from whale_torch.trace.program import StageProgram
 
-__all__ = ["Places", "StageReducer"]
+__all__ = ["Places", "StageReducer", "averaging"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,34 @@ class StageReducer:
     reducer: Reducer
     parameters: tuple[nn.Parameter, ...]
     times: int
+
+
+@contextlib.contextmanager
+def averaging(reducers: Sequence[StageReducer]) -> Iterator[None]:
+    """At its end the stand-ins' gradients are the means over replicas, or void where an error ends it."""
+    for one in reducers:
+        one.reducer.begin()
+    try:
+        yield
+    except BaseException:
+        _end(reducers, void=True)
+        raise
+    _end(reducers, void=False)
+
+
+def _end(reducers: Sequence[StageReducer], *, void: bool) -> None:
+    for one in reducers:
+        one.reducer.launch(void=void)
+    for one in reducers:
+        failed = one.reducer.land(void=void)
+        if failed and not void:
+            raise CommError(
+                "a step of a pipeline ended with an error on another rank and not on this one.",
+                fix="read the other ranks' messages; where a step may fail, let all ranks skip it together",
+            )
+        for alias in one.parameters if one.times > 1 and not void else ():
+            if alias.grad is not None:
+                alias.grad.mul_(one.times)
 
 
 class Places:

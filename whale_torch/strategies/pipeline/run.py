@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from whale_torch.comm.collectives import broadcast, gather_equal
 from whale_torch.comm.messages import Message, Messages
 from whale_torch.planning.schedules import Action, Schedule, make, simulate
 from whale_torch.strategies.pipeline.bridges import Deliver, DeliverLater
+from whale_torch.strategies.pipeline.places import averaging
 from whale_torch.strategies.pipeline.programs import Program
 from whale_torch.strategies.pipeline.step import MicroBatch, Step, edges_of, forms_of
 from whale_torch.trace.graph import Node, map_nodes
@@ -51,6 +53,8 @@ class Run:
         self._messages = Messages(runtime.pipeline, place, order, forms_of(batches), runtime.mesh.device)
         self._seeds_of_outputs: list[list[Tensor] | None] = []
         self._open = set(runtime.stages)
+        self._scale = runtime.loss_scale()
+        self._sync = runtime.sync
         self._last_backward = _last_backwards(self._schedule.table[runtime.pipeline.index])
         self._step = Step(
             batches,
@@ -71,7 +75,9 @@ class Run:
         scalars = self._scalars()
         loss = self.program.loss
         assert loss is not None
-        scalars[loss] = Deliver.apply(scalars[loss], held, self.runtime.anchor, *self.runtime.trained())  # type: ignore[no-untyped-call]
+        scalars[loss] = Deliver.apply(  # type: ignore[no-untyped-call]
+            scalars[loss], held, self._scale, self._before_backward, self.runtime.anchor, *self.runtime.trained()
+        )
         return map_nodes(self.program.results, scalars.__getitem__)
 
     def _scalars(self) -> dict[Node, Tensor]:
@@ -111,6 +117,7 @@ class Run:
         return map_nodes(self.program.results, outputs.__getitem__)
 
     def _backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        self._before_backward()
         weight = sum(self._shares)
         self._seeds_of_outputs = [None if g is None else self._parts(g * weight) for g in grads]
         return [*self._run("B"), None]
@@ -156,8 +163,14 @@ class Run:
             else:
                 self._step.backward(action.stage, action.micro_batch, self._seeds(action))
 
-    def _averaging(self) -> Any:
-        return _Averaging(self.runtime) if self.runtime.sync else _Nothing()
+    def _averaging(self) -> contextlib.AbstractContextManager[None]:
+        return averaging(self.runtime.reducers) if self._sync else contextlib.nullcontext()
+
+    def _before_backward(self) -> None:
+        if self._sync:
+            self.runtime.average_kept()
+        else:
+            self.runtime.keeps = True
 
     def _ended(self, stage: int, micro_batch: int) -> None:
         """Where it was its stage's last one, gradients of which no other stage here has a part may leave."""
@@ -165,7 +178,7 @@ class Run:
             return
         self._open.discard(stage)
         whole = [alias for alias, stages in self.runtime.users if stage in stages and not stages & self._open]
-        for one in self.runtime.reducers if self.runtime.sync else ():
+        for one in self.runtime.reducers if self._sync else ():
             one.reducer.arrive(whole)
 
     def _roots(self) -> list[int]:
@@ -181,35 +194,9 @@ class Run:
         loss = self.program.loss
         if loss is not None:
             combine = self.program.losses[self.program.returned.index(loss)].combine
-            seed = self._shares[action.micro_batch] if combine == "rows" else 1.0
+            seed = self._scale * (self._shares[action.micro_batch] if combine == "rows" else 1.0)
             return [torch.full((), seed, dtype=loss.value.dtype, device=self.runtime.mesh.device)]
         return [None if parts is None else parts[action.micro_batch] for parts in self._seeds_of_outputs]
-
-
-class _Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class _Averaging:
-    """Averages the stand-ins' gradients at its end."""
-
-    def __init__(self, runtime: PipelineRuntime):
-        self._reducers = runtime.reducers
-
-    def __enter__(self) -> None:
-        for one in self._reducers:
-            one.reducer.begin()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for one in self._reducers:
-            one.reducer.launch(void=kind is not None)
-        for one in self._reducers:
-            one.reducer.land(void=kind is not None)
-            for alias in one.parameters if one.times > 1 else ():
-                if alias.grad is not None:
-                    alias.grad.mul_(one.times)
 
 
 def _last_backwards(row: Sequence[Action]) -> dict[int, int]:

@@ -15,7 +15,7 @@ from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.pipeline.batches import micro_batches
-from whale_torch.strategies.pipeline.places import Places, StageReducer
+from whale_torch.strategies.pipeline.places import Places, StageReducer, averaging
 from whale_torch.strategies.pipeline.programs import Mode, Program, Programs
 from whale_torch.strategies.pipeline.run import Run
 from whale_torch.strategies.pipeline.stand_ins import StandIns
@@ -48,6 +48,8 @@ class PipelineRuntime(Runtime):
         assert plan.pipeline is not None
         device = plan.device("replica")
         self.plan, self.mesh, self.regions, self.sync = plan, mesh, regions, True
+        self.keeps = False  # whether parameters hold gradients that were not averaged
+        self.loss_scale: Callable[[], float] = lambda: 1.0
         self.pipeline = mesh.group("a pipeline", device.pipelines, channel="stages")
         self.replicas = mesh.group("replicas of a pipeline", device.copies)
         self.batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
@@ -94,10 +96,27 @@ class PipelineRuntime(Runtime):
         owner, _, name = node.target.rpartition(".")
         return getattr(self._modules[owner], name)
 
+    def scale_losses(self, scale: Callable[[], float]) -> None:
+        """The backwards inside the call start from this number, so that half precision has the range it needs."""
+        self.loss_scale = scale
+
     def source_of_buffer(self, key: str) -> int:
         """The first rank that runs a buffer's module."""
         place = 0 if self._places is None else self._places.place_of_module(key.rpartition(".")[0])
         return self.plan.device("replica").pipelines[0][place]
+
+    def average_kept(self) -> None:
+        """Averages what backwards inside no_sync left in the parameters: every rank calls it."""
+        if not self.keeps:
+            return
+        self.keeps = False
+        pairs = [(p, self.stand_ins.of(p)) for p in self.trained()]
+        for parameter, alias in pairs:
+            alias.grad = parameter.grad
+        with averaging(self.reducers):
+            pass
+        for parameter, alias in pairs:
+            parameter.grad, alias.grad = alias.grad, None
 
     def trained(self) -> list[nn.Parameter]:
         """This rank's parameters that get gradients."""
