@@ -206,6 +206,7 @@ class _Recorder(TorchFunctionMode):
         before = [(number, x, x._version) for number, x in enumerate(tree_leaves((args, kwargs))) if _is_tensor(x)]
         self.draws.seen = False
         out = _run(func, args, kwargs, f"{_name_of(func)}()")
+        draws = self.draws.seen  # what is asked of tensors below passes here too
         changed = [(number, x) for number, x, version in before if x._version != version]
         given = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if not given and not changed:
@@ -215,7 +216,7 @@ class _Recorder(TorchFunctionMode):
         for _, x in changed:
             if id(x) in self._versions:
                 self._versions[id(x)] = x._version  # its arguments are read as they are now
-        node = Node("call", func, self.nest(tuple(args)), self.nest(dict(kwargs)), draws=self.draws.seen)
+        node = Node("call", func, self.nest(tuple(args)), self.nest(dict(kwargs)), draws=draws)
         if changed and not any(x is given_x for _, x in changed for given_x in given):
             node.writes = changed[0][0]
             self.bind(changed[0][1], self.add(node))
@@ -265,7 +266,8 @@ class _Recorder(TorchFunctionMode):
         self.draws.seen = False
         with self._inside():
             out = original(*args)
-        self.bind(out, self.add(Node("call", original, nest, draws=self.draws.seen)))
+        draws = self.draws.seen
+        self.bind(out, self.add(Node("call", original, nest, draws=draws)))
         return out
 
     # ---- modules
@@ -284,6 +286,7 @@ class _Recorder(TorchFunctionMode):
         self.draws.seen = False
         with self._inside(), torch._C.DisableTorchFunction():
             out = _run(original, (module, *args), kwargs, f"module '{name}'")
+        draws = self.draws.seen
         stage = kind if isinstance(kind, int) else None
         if any(_is_loss(x) for x in tensors_in(out)):
             return self._open(original, module, args, kwargs, stage)
@@ -296,7 +299,7 @@ class _Recorder(TorchFunctionMode):
         for x, version in before:
             if x._version != version and id(x) in self._versions:
                 self._versions[id(x)] = -1  # whoever reads it again would read what the module wrote
-        self.bind(out, self.add(Node("module", name, *nest, draws=self.draws.seen, stage=stage)))
+        self.bind(out, self.add(Node("module", name, *nest, draws=draws, stage=stage)))
         return out
 
     def _open(self, original: Any, module: nn.Module, args: Any, kwargs: Any, stage: int | None) -> Any:
