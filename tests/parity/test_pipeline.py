@@ -33,7 +33,7 @@ def _in_turn(model: Any, batch: dict[str, Tensor], counts: list[int], number: in
     """
     total = sum(counts)
     starts = [sum(counts[:k]) for k in range(len(counts))]
-    loss = torch.zeros(())
+    loss = torch.zeros((), dtype=next(model.parameters()).dtype)
     for start, count in reversed(list(zip(starts, counts, strict=True))):
         state = {key: value.clone() for key, value in model.named_buffers()}
         for rows in torch.arange(start, start + count).tensor_split(min(number, count)):
@@ -50,13 +50,17 @@ def _trained(
     """(errors of the loss, of gradients, of parameters after the steps, programs)"""
     case = CASES[name]
     torch.manual_seed(0)
-    model: Any = annotated(case, **options)
+    dtype = torch.float64 if case.updates else torch.float32  # statistics of few rows magnify what rounding does
+    if case.updates:
+        options = options | {"num_micro_batches": 2}
+    model: Any = annotated(case, **options).to(dtype)
     alone: Any = copy.deepcopy(model)
     wh.parallelize(model)
     index, count = wh.data_rank(model)
     counts = _parts(count, rows)
     torch.manual_seed(1)
     batches = [case.batch(sum(counts)) for _ in range(steps)]
+    batches = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()} for batch in batches]
     here = slice(sum(counts[:index]), sum(counts[: index + 1]))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
     losses, gradients = [], []
