@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -26,7 +27,7 @@ from whale_torch.optim import guard
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan
-from whale_torch.rehearsal import rehearse
+from whale_torch.rehearsal import arguments, rehearse
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
@@ -141,6 +142,10 @@ def parallelize(
     note_replicas(mesh, made.feed_size)
     guard.install()
     watch_optimizers()
+    if isinstance(runtime, PipelineRuntime) and sample_inputs is not None:
+        args, kwargs = arguments(sample_inputs)
+        prepare = functools.partial(runtime.prepare, model, args, kwargs)
+        _together(mesh, prepare)
     torch.manual_seed(seed + 1 + made.feed_of(mesh.rank))
     return model
 

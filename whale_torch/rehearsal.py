@@ -29,7 +29,7 @@ from whale_torch.strategies.root import make_root
 from whale_torch.strategies.runtime import Runtime
 from whale_torch.strategies.split import apply_split, cut_parameters
 
-__all__ = ["rehearse"]
+__all__ = ["arguments", "rehearse"]
 
 
 def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0) -> Plan:
@@ -42,7 +42,7 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
     if not plan.cuts:
         return plan
     mesh = _RehearsalMesh(rank, plan)
-    args, kwargs = _arguments(sample_inputs)
+    args, kwargs = arguments(sample_inputs)
     try:
         rows = BatchReader(model, plan.batch_dim).read(args, kwargs, hashed=False).rows
         runtime = _step(plan, model, args, kwargs, mesh)
@@ -75,7 +75,8 @@ def _step(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return runtime
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Sample inputs as the arguments of a call: a tensor, a tuple of positional or a dict of named ones."""
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whale_torch.comm.call import Batch
 from whale_torch.comm.collectives import gather_equal
 from whale_torch.comm.region import Region
+from whale_torch.errors import LayoutError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.batch import BatchReader
-from whale_torch.strategies.pipeline.batches import micro_batches
+from whale_torch.strategies.pipeline.batches import MicroBatches, micro_batches
 from whale_torch.strategies.pipeline.places import Places, StageReducer, averaging
 from whale_torch.strategies.pipeline.programs import Mode, Program, Programs
 from whale_torch.strategies.pipeline.run import Run
@@ -74,20 +76,33 @@ class PipelineRuntime(Runtime):
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the model: all of the schedule, or all forwards where the loss is the user's."""
         assert self.plan.pipeline is not None
-        rows = self._reader.read(args, kwargs, hashed=False).rows
+        batch = self._reader.read(args, kwargs, hashed=self.pipeline.size > 1)
         self.number += 1
         grad = torch.is_grad_enabled()
-        mode: Mode = "train" if grad and model.training else "outputs"
-        cut = micro_batches(args, kwargs, rows, self.plan.pipeline.num_micro_batches, self.batch_dim)
-        programs = [self.programs.of(*call, count, mode) for call, count in zip(cut.calls, cut.rows, strict=True)]
+        cut, programs = self._cut(args, kwargs, batch.rows, "train" if grad and model.training else "outputs")
         self._settle(model, programs[0])
         inputs = [list(tensors_in(call)) for call in cut.calls]
-        shares, totals = self._totals(programs, inputs, cut.rows)
+        shares, totals = self._meet(batch, self._counts(programs, inputs), cut.rows)
         batches = [MicroBatch(i, p.stages, totals) for i, p in zip(inputs, programs, strict=True)]
         run = Run(self, batches, programs, cut.rows, shares, grad=grad)
         if programs[0].mode == "train":
             return run.train()
         return run.later() if grad else run.evaluate()
+
+    def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Says which rank holds what before the first call, from inputs like those of one."""
+        rows = self._reader.read(args, kwargs, hashed=False).rows
+        with torch.enable_grad():
+            _, programs = self._cut(args, kwargs, rows, "train" if model.training else "outputs")
+        self._settle(model, programs[0])
+
+    def _cut(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, mode: Mode
+    ) -> tuple[MicroBatches, list[Program]]:
+        assert self.plan.pipeline is not None
+        cut = micro_batches(args, kwargs, rows, self.plan.pipeline.num_micro_batches, self.batch_dim)
+        programs = [self.programs.of(*call, count, mode) for call, count in zip(cut.calls, cut.rows, strict=True)]
+        return cut, programs
 
     def find(self, node: Node) -> Any:
         """The live module, parameter or buffer that a Node names."""
@@ -135,27 +150,45 @@ class PipelineRuntime(Runtime):
         self.reducers = places.reducers(self.stand_ins)
         self.users = [(self.stand_ins.of(p), places.stages[name] & self.stages) for name, p in held.items()]
 
-    def _totals(
-        self, programs: list[Program], inputs: list[list[Tensor]], rows: list[int]
-    ) -> tuple[list[float], dict[Any, Any]]:
-        """Each micro-batch's share of all rows, and the counts of the loss by number.
-
-        Both as means over replicas, because so are the gradients and the losses.
-        """
+    def _counts(self, programs: list[Program], inputs: list[list[Tensor]]) -> Tensor:
+        """The counts of the loss over this rank's micro-batches, and their number, float64."""
         numbers: list[Tensor] = []
         for program, values in zip(programs, inputs, strict=True):
-            found = [self._count(count.run(values, {}, {}, self.find)[1]) for count in program.counts]
-            numbers.append(torch.stack([*found, torch.tensor(1.0, dtype=torch.float64)]))
-        total = torch.stack(numbers).sum(0)
-        total = torch.cat([total, torch.tensor([float(sum(rows))], dtype=torch.float64)])
-        if self.replicas.size > 1:
-            total = gather_equal(total, self.replicas, name="counts of a pipeline's loss").mean(0)
-        *counts, number, all_rows = total.tolist()
-        return [count / all_rows for count in rows], {**dict(enumerate(counts)), "share": 1.0 / number}
+            found = [count.run(values, {}, {}, self.find)[1] for count in program.counts]
+            numbers.append(torch.tensor([*map(float, found), 1.0], dtype=torch.float64))
+        return torch.stack(numbers).sum(0)
 
-    @staticmethod
-    def _count(value: Any) -> Tensor:
-        return torch.as_tensor(value).detach().to("cpu", torch.float64)
+    def _meet(self, batch: Batch, counts: Tensor, rows: list[int]) -> tuple[list[float], dict[Any, Any]]:
+        """Each micro-batch's share of all rows, and the counts of the loss by number, in one small exchange.
+
+        Both as means over replicas, because so are the gradients and the losses. Raises LayoutError, on every rank,
+        where the ranks of one pipeline were fed different batches.
+        """
+        mine = torch.cat([counts, torch.tensor([float(batch.rows)], dtype=torch.float64)])
+        everyone = self.mesh.everyone()
+        if everyone.size > 1:
+            told = torch.tensor([batch.digest, batch.rows, len(counts)])
+            table = gather_equal(told, everyone, name="what a pipeline is fed").tolist()
+            self._check_fed(table)
+        if self.replicas.size > 1:
+            mine = gather_equal(mine, self.replicas, name="counts of a pipeline's loss").mean(0)
+        *found, number, all_rows = mine.tolist()
+        return [count / all_rows for count in rows], {**dict(enumerate(found)), "share": 1.0 / number}
+
+    def _check_fed(self, table: list[list[int]]) -> None:
+        for ranks in self.plan.device("replica").pipelines:
+            if any(table[rank] != table[ranks[0]] for rank in ranks):
+                raise LayoutError(
+                    f"ranks {list(ranks)} are one pipeline but were fed different batches (rows "
+                    f"{[table[r][1] for r in ranks]}, input hashes {[table[r][0] & 0xFFFF for r in ranks]}).",
+                    fix="feed all ranks of a pipeline the same batch: wh.sampler or wh.batch_sampler do",
+                    ranks=ranks,
+                )
+        if any(row[2] != table[0][2] for row in table):
+            raise LayoutError(
+                f"the pipelines count {sorted({row[2] - 1 for row in table})} terms of the loss.",
+                fix="call the model in one way on all replicas",
+            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
