@@ -69,7 +69,7 @@ def shards_of(plan: Plan, model: nn.Module) -> dict[str, Shard]:
     found: dict[str, Shard] = {}
     for cut in plan.cuts:
         for key, shard in cut.shards:
-            owner, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
+            owner, _, attribute = cut.full_name(key).rpartition(".")
             parameter = modules[owner]._parameters[attribute]
             if parameter is not None:
                 found.setdefault(first[id(parameter)], shard)

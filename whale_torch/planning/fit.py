@@ -122,7 +122,7 @@ def _check_cuts(plan: Plan, model: nn.Module) -> None:
                 cut, f"{len(cut.widths)} widths for {num_ranks} ranks", f"give {num_ranks} widths, one a rank"
             )
         for key, shard in cut.shards:
-            owner, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
+            owner, _, attribute = cut.full_name(key).rpartition(".")
             parameter = modules[owner]._parameters.get(attribute) if owner in modules else None
             shape = None if parameter is None else shapes.get(first[id(parameter)])
             _check_shard(cut, key, shard, shape)
