@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.metric import relative_error
+from tests.parity.metric import gradients, relative_error
 from tests.world import world
-from whale_torch.state import full_tensor
 
 BAR = 2e-5
 
@@ -56,8 +55,7 @@ def _errors(rank: int, n: int, kind: str, rows: list[int], scope: str) -> tuple[
 
 
 def _error(model: nn.Module, plain: nn.Module) -> float:
-    found = {name: None if p.grad is None else full_tensor(p, p.grad) for name, p in model.named_parameters()}
-    return relative_error(found, {name: p.grad for name, p in plain.named_parameters()})
+    return relative_error(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
 
 
 @pytest.mark.parametrize("kind", ["two models", "one model twice", "recurrent", "both ways"])

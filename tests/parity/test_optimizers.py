@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.layouts import backward, batch, build, mine
+from tests.parity.layouts import backward, batch, build, mine, step
 from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.errors import CheckpointError, CommError, PlanError
@@ -38,10 +37,8 @@ ELEMENT_WISE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def moved(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Any) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, *rows(step))
-        optimizer.step()
+    for number in range(STEPS):
+        step(model, optimizer, *rows(number))
 
 
 def after_steps(rank: int, n: int, layout: str, names: list[str], before: bool) -> dict[str, float]:
@@ -50,11 +47,11 @@ def after_steps(rank: int, n: int, layout: str, names: list[str], before: bool) 
     for name in names:
         kind, options = ELEMENT_WISE[name]
         plain, model = build(layout), build(layout)
-        moved(plain, kind(plain.parameters(), **options), lambda step: batch(seed=step))
+        moved(plain, kind(plain.parameters(), **options), lambda number: batch(seed=number))
         optimizer = kind(model.parameters(), **options) if before else None
         wh.parallelize(model)
         optimizer = optimizer or kind(model.parameters(), **options)
-        moved(model, optimizer, lambda step, model=model: mine(model, *batch(seed=step)))
+        moved(model, optimizer, lambda number, model=model: mine(model, *batch(seed=number)))
         start, whole, expected = build(layout).state_dict(), wh.full_state_dict(model), plain.state_dict()
         out[name] = relative_error({k: whole[k] - start[k] for k in start}, {k: expected[k] - start[k] for k in start})
     return out
@@ -83,9 +80,7 @@ def tiny_head(rank: int, n: int) -> float:
         for m, rows in ((plain, (x, y % 3)), (model, mine(model, x, y % 3))):
             optimizer = torch.optim.Adam(m.parameters(), lr=0.01, **options)
             for _ in range(STEPS):
-                optimizer.zero_grad()
-                F.cross_entropy(m(rows[0]), rows[1]).backward()
-                optimizer.step()
+                step(m, optimizer, *rows)
         out = max(out, relative_error(wh.full_state_dict(model), plain.state_dict()))
     return out
 
@@ -198,9 +193,7 @@ def state_of(rank: int, n: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     rows = mine(model, *batch())
     for _ in range(2):
-        optimizer.zero_grad()
-        backward(model, *rows)
-        optimizer.step()
+        step(model, optimizer, *rows)
     kept, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     try:
         torch.save(optimizer.state_dict(), io.BytesIO())
@@ -235,9 +228,9 @@ def another_rate(rank: int, n: int, compared: bool) -> float:
     if not compared:
         drift.FIRST_STEPS = 0
     plain, model = build("own"), wh.parallelize(build("own"))
-    moved(plain, torch.optim.Adam(plain.parameters(), lr=0.01), lambda step: batch(seed=step))
+    moved(plain, torch.optim.Adam(plain.parameters(), lr=0.01), lambda number: batch(seed=number))
     mine_only = torch.optim.Adam(model.parameters(), lr=0.01 + 0.001 * rank)
-    moved(model, mine_only, lambda step: mine(model, *batch(seed=step)))
+    moved(model, mine_only, lambda number: mine(model, *batch(seed=number)))
     return relative_error(wh.full_state_dict(model), plain.state_dict())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import whale_torch as wh
-from tests.parity.layouts import LAYOUTS, backward, batch, build, mine
+from tests.parity.layouts import LAYOUTS, backward, batch, build, mine, step
 from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.comm.cut_tensor import CutTensor
@@ -294,9 +294,7 @@ def copies(rank: int, n: int, layout: str) -> float:
     for m, a, rows in ((model, average, (mine_x, mine_y)), (plain, plain_average, (x, y))):
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         for _ in range(2):
-            optimizer.zero_grad()
-            backward(m, *rows)
-            optimizer.step()
+            step(m, optimizer, *rows)
             a.update_parameters(m)
     twin = copy.deepcopy(model)
     assert type(twin).__name__ == "Net"

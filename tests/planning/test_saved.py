@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import whale_torch as wh
+from tests.parity.metric import gradients
 from tests.world import outcomes, world
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
-from whale_torch.state import full_tensor
 
 
 class Model(nn.Module):
@@ -39,14 +39,14 @@ def model(annotated: bool = True) -> Model:
     return Model(annotated)
 
 
-def gradients(rank: int, n: int, path: str, annotated: bool) -> dict[str, torch.Tensor]:
+def applied(rank: int, n: int, path: str, annotated: bool) -> dict[str, torch.Tensor | None]:
     trained = wh.parallelize(model(annotated), plan=Plan.load(path), timeout=30)
     made = wh.plan(trained)
     feed = rank // made.feed_size
     x, y = batch()
     mine = slice(feed * 3, feed * 3 + 3)
     F.cross_entropy(trained(x[mine]), y[mine]).backward()
-    return {name: full_tensor(p, p.grad) for name, p in trained.named_parameters()}
+    return gradients(trained)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +109,7 @@ HONOURED = {
 @pytest.mark.parametrize(("name", "annotated"), [*((name, True) for name in HONOURED), ("uneven widths", False)])
 def test_a_saved_plan_is_applied_as_it_reads(name: str, annotated: bool, tmp_path: Path) -> None:
     path = saved(tmp_path / "plan.json", HONOURED[name])
-    for found in world(4, gradients, path, annotated, local_world_size=2):
+    for found in world(4, applied, path, annotated, local_world_size=2):
         for key, grad in expected().items():
             torch.testing.assert_close(found[key], grad, rtol=1e-5, atol=1e-6)
 
