@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -78,7 +79,7 @@ def reduce(value: Value, how: str = "mean", *, weight: float = 1.0, model: nn.Mo
             fix='wh.reduce(value, "sum", model=model)',
         )
     x = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-    feed_size = min(feed_sizes, default=1)  # a mean is the same over any copies of equal values
+    feed_size = math.gcd(*feed_sizes) or 1  # a mean is the same over equally many copies of each replica's value
     total = _over_replicas(x, how, weight, ranks or _Ranks.of(start()), feed_size)
     return total if isinstance(value, Tensor) else float(total)
 
