@@ -239,6 +239,13 @@ def test_every_module_says_what_is_public(name: str) -> None:
     assert len(lists) == 1 or is_empty or name == "__main__", f"whale_torch.{name} needs one __all__"
 
 
+def test_the_design_names_every_module() -> None:
+    built = (ROOT / "docs" / "design.md").read_text().partition("Built so far:")[2].partition("To come,")[0]
+    files = [path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    named = built.replace("split_*.py", " ".join(name for name in files if name.startswith("split_")))
+    assert [name for name in files if name not in named] == []
+
+
 @every_module()
 def test_names_say_what_a_module_is_about(name: str) -> None:
     assert not {"utils", "util", "common", "helpers", "helper", "manager", "misc"} & set(name.split("."))
