@@ -115,7 +115,7 @@ def meet_elsewhere(rank: int, n: int) -> None:
 def test_ranks_in_different_operations() -> None:
     for outcome in outcomes(2, meet_elsewhere, timeout=180):
         assert isinstance(outcome.error, wh.CommError)
-        assert "samples of a split attention" in str(outcome.error) or "something else" in str(outcome.error)
+        assert "samples of a split attention" in str(outcome.error) and "something else" in str(outcome.error)
 
 
 def evaluate_a_copy(rank: int, n: int) -> None:
