@@ -89,9 +89,8 @@ def _measure(
 
     if "whale" not in names:
         dist.init_process_group("gloo")
-    steps_by_name = {
-        name: build(name) for name in sorted(names, key="whale".__ne__)
-    }  # whale first: it starts the group
+    # whale first: it starts the group
+    steps_by_name = {name: build(name) for name in sorted(names, key="whale".__ne__)}
 
     def numbered(name: str) -> Step:
         return lambda number: steps_by_name[name](inputs[number % 8], labels[number % 8])
