@@ -34,7 +34,7 @@ def _classifier(rank: int, n: int, task: Task, path: Path) -> Any:
 
 
 def test_the_classifiers_are_one_process(tmp_path: Path) -> None:
-    task = Task(classes=30, rows=4, world=2)
+    task = Task(classes=300, rows=4, world=2)
     (losses,) = world(1, _classifier_alone, task, tmp_path / "one_process.pt")
     results = world(2, _classifier, task, tmp_path / "one_process.pt")
     summaries = summarize([traces for traces, _ in results])
