@@ -42,7 +42,12 @@ def _chain(g: nn.Module, d: nn.Module, x: Tensor, kind: str) -> Tensor:
 
 
 def _errors(rank: int, n: int, kind: str, rows: list[int], scope: str) -> tuple[float, float]:
-    made = {"replica": wh.replica, "split": wh.split, "sum": lambda: wh.replica(loss="sum")}[scope]
+    made = {
+        "replica": wh.replica,
+        "split": wh.split,
+        "columns": lambda: wh.split(cut="columns"),
+        "sum": lambda: wh.replica(loss="sum"),
+    }[scope]
     (g, pg), (d, pd) = _models(0, made), _models(1, made)
     x = torch.randn(sum(rows), 4, generator=torch.Generator().manual_seed(2))
 
@@ -60,7 +65,8 @@ def _error(model: nn.Module, plain: nn.Module) -> float:
 
 @pytest.mark.parametrize("kind", ["two models", "one model twice", "recurrent", "both ways"])
 @pytest.mark.parametrize(
-    ("scope", "rows"), [("replica", [3, 1]), ("replica", [2, 0, 1]), ("split", [3, 1]), ("sum", [2, 2])]
+    ("scope", "rows"),
+    [("replica", [3, 1]), ("replica", [2, 0, 1]), ("split", [3, 1]), ("columns", [3, 1]), ("sum", [2, 2])],
 )
 def test_rows_are_weighed_once(kind: str, scope: str, rows: list[int]) -> None:
     for errors in world(len(rows), _errors, kind, rows, scope):

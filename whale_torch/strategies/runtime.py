@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class Runtime:
             self._check_parameters(model)
         call = self._begin(args, kwargs, model.training)
         if grad and self.plan.num_feeds > 1 and any(x.requires_grad for x in tensors_in((args, kwargs))):
-            args, kwargs = map_tensors((args, kwargs), functools.partial(accept, call=call))
+            args, kwargs = map_tensors((args, kwargs), functools.partial(_taken, call=call))
         watched = self.plan.feed_size > 1 and model.training not in self._draws
         before = stream_code(self.mesh.device) if watched else 0
         try:
@@ -191,8 +192,6 @@ class Runtime:
 
     def current_plan(self) -> Plan:
         """The plan in force, with what was gathered implicitly so far."""
-        from dataclasses import replace
-
         return replace(self.plan, gathers=self.gathers())
 
     def gathers(self) -> tuple[GatherRecord, ...]:
@@ -202,6 +201,14 @@ class Runtime:
             for region in self.regions
             for (operation, site), (count, num_bytes) in region.gathered.items()
         )
+
+
+def _taken(x: Tensor, call: Call) -> Tensor:
+    """An input of the model. A split's output that a model gave is weighed where the loss is, and not here too."""
+    if not isinstance(x, Columns) or x.place.call is None:
+        return accept(x, call)
+    local = plain(x) if x.deferred is None else deliver(plain(x), x.place.call, weigh=False)
+    return Columns.of(local, replace(x.place, call=None), x.hold)
 
 
 def _deliver_columns(x: Columns, call: Call) -> Columns:
