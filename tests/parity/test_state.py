@@ -383,6 +383,23 @@ def test_a_model_without_cuts_pickles_as_a_plain_one(layout: str, n: int, tmp_pa
     torch.load(f"{path}.parameters", weights_only=True)
 
 
+def odd_buffers(rank: int, n: int) -> list[Tensor]:
+    model = nn.Linear(2, 2)
+    for number, dtype in enumerate(ODD):
+        model.register_buffer(f"odd{number}", torch.full((3,) if number else (), 1 + rank).to(dtype))
+    state = wh.full_state_dict(wh.parallelize(model, timeout=20))
+    return [state[f"odd{number}"] for number in range(len(ODD))]
+
+
+ODD = [torch.int16, torch.uint16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.bfloat16]
+
+
+def test_buffers_of_every_dtype_travel() -> None:
+    for found in world(2, odd_buffers):
+        assert [value.dtype for value in found] == ODD
+        assert all(bool((value.to(torch.complex64) == 1).all()) for value in found)
+
+
 def forgets_blocks(rank: int, n: int) -> float:
     """The mutation: every rank keeps the first part of what it loads."""
     from whale_torch.planning import layout

@@ -101,11 +101,7 @@ def broadcast_copy(x: torch.Tensor, group: Group, *, name: str = "broadcast") ->
     """A dense copy of the first rank's x, of any dtype, on every rank of the group."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if out.numel():
-        broadcast(
-            torch.view_as_real(out) if out.is_complex() else out.view(torch.uint8) if out.dtype is torch.bool else out,
-            group,
-            name=name,
-        )
+        broadcast(out.view(-1).view(torch.uint8), group, name=name)  # as bytes: gloo knows few dtypes
     return out
 
 
