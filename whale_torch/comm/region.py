@@ -94,15 +94,36 @@ class Region:
         """As agree, with at most MOST_NUMBERS numbers of each feed: those of all feeds, with zeros behind them."""
         if self.headers.size == 1:
             return [numbers]
-        return [row[2:] for row in self._agree(operation, len(numbers), detail, "", numbers)]
+        return [row[2:] for row in self._agree(operation, len(numbers), detail, "", numbers, of_feeds=True)]
 
     def _agree(
-        self, operation: str, count: int, detail: str, fix: str, numbers: Sequence[int] = ()
+        self,
+        operation: str,
+        count: int,
+        detail: str,
+        fix: str,
+        numbers: Sequence[int] = (),
+        *,
+        of_feeds: bool = False,
     ) -> list[tuple[int, ...]]:
         table = self._exchange(operation, (count, zlib.crc32(detail.encode()), *numbers))
         if any(row[1] != table[0][1] for row in table):
             self._different_details(operation, detail, fix)
+        if of_feeds:
+            self._check_twins(operation, table)
         return [table[p] for p in self.row_positions]
+
+    def _check_twins(self, operation: str, table: list[tuple[int, ...]]) -> None:
+        """Raises LayoutError, on every rank, where ranks that are fed the same rows came with different numbers."""
+        for first in range(0, self.columns.size, self.twins.size):
+            twins = slice(first, first + self.twins.size)
+            if any(row != table[first] for row in table[twins]):
+                raise LayoutError(
+                    f"{operation}: ranks {list(self.columns.ranks[twins])} are one replica but came with different "
+                    "numbers (labels).",
+                    fix="feed all ranks of a replica the same batch: wh.sampler or wh.batch_sampler do",
+                    ranks=self.columns.ranks[twins],
+                )
 
     def meet(self, operation: str, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The numbers of every feed of the region, up to 64 of them and the first below 2^40.
