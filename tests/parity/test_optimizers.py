@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -240,8 +241,18 @@ def test_the_suite_catches_another_rate_on_one_rank() -> None:
         world(2, another_rate, True)
 
 
-def torchs_clip(rank: int, n: int, whole: bool) -> str:
-    """torch's own clip: with replicated gradients to compare, and where everything is cut."""
+def by_hand(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """A clip of the user's own, which puts new gradients in place of the old ones."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    for p in parameters:
+        p.grad = None if p.grad is None else p.grad * (max_norm / norm)
+
+
+CLIPS = {"torch's": nn.utils.clip_grad_norm_, "by hand": by_hand}
+
+
+def torchs_clip(rank: int, n: int, whole: bool, clip: str) -> str:
+    """A clip by this rank's norm: with replicated gradients to compare, and where everything is cut."""
     torch.manual_seed(0)
     model = build("own") if whole else nn.Sequential(nn.Linear(6, 11, bias=False))
     if not whole:
@@ -249,14 +260,15 @@ def torchs_clip(rank: int, n: int, whole: bool) -> str:
     wh.parallelize(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, *mine(model, *batch()))
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    CLIPS[clip](list(model.parameters()), 0.05)
     with pytest.raises(CommError) as caught:
         optimizer.step()
     return str(caught.value)
 
 
-def test_torchs_clip_on_cut_parameters_is_found() -> None:
+@pytest.mark.parametrize("clip", CLIPS)
+def test_torchs_clip_on_cut_parameters_is_found(clip: str) -> None:
     for whole in (True, False):
-        for text in world(2, torchs_clip, whole):
+        for text in world(2, torchs_clip, whole, clip):
             assert "use wh.clip_grad_norm_" in text
             assert "which is cut, was multiplied by" in text or "differs between copies" in text

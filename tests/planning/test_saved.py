@@ -120,6 +120,24 @@ def _shapes(rank: int, n: int, path: str) -> list[int]:
     return list(trained.head.weight.shape)
 
 
+def _unknown_role(rank: int, n: int, path: str) -> list[int]:
+    trained = model()
+    with pytest.raises(
+        wh.PlanError, match=r"'head' cannot be carried out: nothing runs rule 'Linear' in the role 'sides'"
+    ):
+        wh.parallelize(trained, plan=Plan.load(path), timeout=30)
+    return list(trained.head.weight.shape)
+
+
+def test_a_role_that_nothing_runs_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
+    def edit(data: dict[str, Any]) -> None:
+        (cut,) = (cut for cut in data["cuts"] if cut["module"] == "head")
+        cut["role"] = "sides"
+
+    path = saved(tmp_path / "plan.json", edit)
+    assert world(4, _unknown_role, path, local_world_size=2) == [[10, 8]] * 4
+
+
 def test_edits_reach_the_shards_and_the_buckets(tmp_path: Path) -> None:
     def edit(data: dict[str, Any]) -> None:
         uneven(data)
