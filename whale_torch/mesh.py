@@ -305,7 +305,7 @@ def _device(asked: torch.device | str | None, world: int) -> torch.device:
     if not count:
         raise PlanError(
             f"device='{device}' was asked for, but torch sees no CUDA device on this machine.",
-            fix='leave device out, which takes what is there, or say device="cpu"; python -m whale_torch looks',
+            fix='leave device out, which takes what is there, or say device="cpu" (see python -m whale_torch)',
         )
     index = local_rank if device.index is None else device.index
     if index >= count:

@@ -26,6 +26,7 @@ PORT, PLAN, LLAMA = "Port a DistributedDataParallel script", "Plan on a laptop",
 RANKS = {PLAN: (1, 4)}
 # Sections whose scripts feed the same global batches to any number of ranks, and end in the same weights.
 EXACT = ["Read data", "Losses", "Accumulate and clip gradients"]
+_kept: list[dict[str, Any]] = []  # DistributedDataParallel freed after its process group waits for ever
 
 
 @cache
@@ -43,6 +44,7 @@ def run(rank: int, n: int, code: str, folder: str) -> tuple[str, dict[str, Tenso
     """What a script prints, and the weights of its model."""
     os.chdir(folder)
     names: dict[str, Any] = {"__name__": "__main__"}
+    _kept.append(names)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, "train.py", "exec", dont_inherit=True), names)
     model = names.get("model")
