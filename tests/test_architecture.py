@@ -49,6 +49,8 @@ PRIVATE_TORCH = {
     "torch.autograd.Variable._execution_engine.queue_callback": {"comm"},
     # Whether backward() or torch.autograd.grad runs, as torch's own register_multi_grad_hook asks.
     "torch._C._will_engine_execute_node": {"comm", "strategies"},
+    # Whether a backward may come again through the same graph, as torch's own ahead-of-time autograd asks.
+    "torch._C._autograd._get_current_graph_task_keep_graph": {"comm"},
     # Which backward runs: what one left behind when an error ended it belongs to no other.
     "torch._C._current_graph_task_id": {"strategies"},
     # Where F.cross_entropy and F.nll_loss go; every public way to see them costs Python at each other operation.

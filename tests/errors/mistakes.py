@@ -888,6 +888,22 @@ def hook_on_columns(rank: int, n: int) -> None:
     z.register_hook(print)
 
 
+@mistake(
+    C,
+    "A full backward hook on a split's module",
+    wh.LayoutError,
+    r"a module's full backward hook.* met a split's output Columns\(shape=\(2, 8\)",
+    ranks=2,
+    site=True,
+    same=False,
+)
+def backward_hook_on_columns(rank: int, n: int) -> None:
+    """The gradient that it would be shown is that of all rows of the group, for the columns of this rank."""
+    model = wh.parallelize(classifier())
+    model[-1].register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    model(torch.ones(2, 4))
+
+
 @mistake(C, "A label that is no class", IndexError, r"Target 8 is out of bounds", ranks=2)
 def label_out_of_range(rank: int, n: int) -> None:
     """All ranks of the group say so, also those whose own labels are right."""

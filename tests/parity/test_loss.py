@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import whale_torch as wh
 from tests.parity.metric import relative_error
@@ -17,6 +18,7 @@ from tests.parity.split_case import BAR, Case, Use, build, compare, gradients_of
 from tests.world import world
 from whale_torch.comm import loss as loss_module
 from whale_torch.comm.columns import Columns, Deferred, Hold
+from whale_torch.comm.region import MOST_NUMBERS
 from whale_torch.errors import LossError
 
 IGNORED = -100
@@ -348,32 +350,77 @@ def test_the_gradient_overwrites_logits_that_nobody_holds(hold: bool) -> None:
     assert world(2, _memory_of_logits, hold) == [not hold] * 2
 
 
-def _backward_twice(rank: int, n: int, chunked: bool) -> tuple[float, str]:
+def _backward_twice(rank: int, n: int, chunked: bool, inside: bool, first: str) -> float:
+    """Nobody holds the logits, and the graph is kept: the second run finds what the first one read."""
     case = build(rank, n, "own", 10, [2, 3], chunked_loss=chunked)
+    case.model.use = F.cross_entropy if inside else None  # type: ignore[assignment]
     x, y = case.x[case.here], case.y[case.here]
-    z = case.model(x)
-    loss = F.cross_entropy(z, y)
-    loss.backward(retain_graph=True)
+    loss = case.model(x, y) if inside else F.cross_entropy(case.model(x), y)
+    if first == "grad":
+        torch.autograd.grad(loss, [case.model.features.weight], retain_graph=True)
+    else:
+        loss.backward(retain_graph=True)
     loss.backward()
     expected = F.cross_entropy(case.alone(case.x), case.y)
-    (2 * expected).backward()
-    error = relative_error(gradients_of(case.model), gradients_of(case.alone))
-    loss = F.cross_entropy(case.model(x), y)
-    loss.backward(retain_graph=True)
-    try:
-        loss.backward()
-    except LossError as caught:
-        return error, str(caught)
-    return error, ""
+    ((1 if first == "grad" else 2) * expected).backward()
+    return relative_error(gradients_of(case.model), gradients_of(case.alone))
 
 
-def test_backward_twice() -> None:
-    for error, text in world(2, _backward_twice, False):
-        assert error < BAR
-        assert "overwritten by the first run" in text
-        assert "keep the logits alive" in text
-    for error, text in world(2, _backward_twice, True):
-        assert (error < BAR, text) == (True, "")
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("first", ["backward", "grad"])
+def test_backward_twice(chunked: bool, inside: bool, first: str) -> None:
+    assert max(world(2, _backward_twice, chunked, inside, first)) < BAR
+
+
+class _Reentrant(nn.Module):
+    """A split head, and its loss, in or outside of a reentrant checkpoint."""
+
+    def __init__(self, *, split: bool, chunked: bool) -> None:
+        super().__init__()
+        self.features = nn.Linear(5, 6)
+        with wh.split(chunked_loss=chunked) if split else wh.replica():
+            self.head = nn.Linear(6, 7)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        h = self.features(x)
+        if y is None:
+            out: Tensor = checkpoint(self.head, h, use_reentrant=True)
+        else:
+            out = checkpoint(lambda h: F.cross_entropy(self.head(h), y), h, use_reentrant=True)
+        return out
+
+
+def _reentrant_head(rank: int, n: int, chunked: bool) -> float:
+    torch.manual_seed(7)
+    alone = _Reentrant(split=True, chunked=chunked)
+    x, y = torch.randn(5, 5), torch.randint(7, (5,))
+    model = wh.parallelize(copy.deepcopy(alone))
+    here = slice(2) if rank == 0 else slice(2, 5)
+    F.cross_entropy(model(x[here]), y[here]).backward()
+    F.cross_entropy(alone(x), y).backward()
+    return relative_error(gradients_of(model), gradients_of(alone))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_split_head_in_a_reentrant_checkpoint_is_right(chunked: bool) -> None:
+    assert max(world(2, _reentrant_head, chunked)) < BAR
+
+
+def _reentrant_loss(rank: int, n: int, split: bool) -> str:
+    model = wh.parallelize(_Reentrant(split=split, chunked=False))
+    with pytest.raises(LossError) as caught:
+        model(torch.ones(2, 5), torch.ones(2, dtype=torch.int64))
+    with torch.no_grad():  # no checkpoint there, and nothing to weigh
+        F.cross_entropy(model.head(torch.ones(2, 6)), torch.ones(2, dtype=torch.int64))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_loss_in_a_reentrant_checkpoint_raises(split: bool) -> None:
+    for text in world(2, _reentrant_loss, split):
+        assert "a loss inside a checkpoint with use_reentrant=True" in text
+        assert "test_loss.py:" in text and "use_reentrant=False" in text
 
 
 def _two_forwards(rank: int, n: int, layout: str, inside: bool) -> float:
@@ -695,3 +742,19 @@ def test_ranks_of_one_replica_have_the_same_labels() -> None:
     assert first == second
     with pytest.raises(wh.LayoutError, match=r"cross_entropy: the ranks of .* come with different numbers"):
         world(2, _labels_of_one_replica, True)
+
+
+def _many_labels(rank: int, n: int, rows: int, ignore_index: int) -> float:
+    case = build(rank, n, "own", 10, [rows, rows - 1])
+    case.y[::3] = ignore_index
+
+    def use(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z, y, ignore_index=ignore_index)
+
+    return compare(case, use, whole_batch=True)
+
+
+@pytest.mark.parametrize("rows", [MOST_NUMBERS - 1, MOST_NUMBERS, MOST_NUMBERS + 1])
+@pytest.mark.parametrize("ignore_index", [-100, 7, 1 << 40])
+def test_labels_travel_with_what_the_ranks_agree_on_or_after_it(rows: int, ignore_index: int) -> None:
+    assert max(world(2, _many_labels, rows, ignore_index)) < BAR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -111,6 +112,31 @@ def test_what_brings_no_parameter_is_legal(change: str) -> None:
     F.cross_entropy(model(x), y).backward()
     for found in world(2, _changed, change):
         assert relative_error(found, gradients(model)) <= BAR
+
+
+def _converted(rank: int, n: int) -> tuple[dict[str, Tensor | None], str]:
+    torch.manual_seed(0)
+    model: Any = wh.parallelize(Net())
+    x, y = _batch(rank, n)
+    F.cross_entropy(model(x), y).backward()
+    model.zero_grad()
+    model.double()
+    F.cross_entropy(model(x.double()), y).backward()
+    found = {name: None if p.grad is None else full_tensor(p, p.grad) for name, p in model.named_parameters()}
+    model.features[0].float()
+    with pytest.raises(wh.PlanError) as caught:
+        model(x)
+    return found, str(caught.value)
+
+
+def test_a_converted_model_averages_in_its_dtype() -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    x, y = (torch.cat(parts) for parts in zip(*(_batch(rank, 2) for rank in range(2)), strict=True))
+    F.cross_entropy(model(x.double()), y).backward()
+    for found, text in world(2, _converted):
+        assert relative_error(found, gradients(model)) <= 1e-13
+        assert re.search(r"'\S+' is torch.float\d\d, '\S+' is torch.float\d\d, and their gradients are averaged", text)
 
 
 def _new_head(model: Any) -> None:

@@ -342,6 +342,19 @@ def test_what_cannot_be_averaged_raises(what: str, text: str) -> None:
         world(2, refused_rank, what)
 
 
+def frozen_between_rank(rank: int, n: int) -> list[bool]:
+    """Frozen between forward and backward: torch gives such a parameter no gradient."""
+    model = wh.parallelize(build("mlp"))
+    loss = outside(model, share(batch_of(8), [4] * n, rank))
+    model[0].requires_grad_(False)
+    loss.backward()
+    return [p.grad is None for p in model.parameters()]
+
+
+def test_what_is_frozen_after_the_forward_gets_no_gradient() -> None:
+    assert world(2, frozen_between_rank) == [[True] * 2 + [False] * 3] * 2
+
+
 def disagreeing_rank(rank: int, n: int) -> None:
     model = wh.parallelize(build("mlp"))
     model[0].requires_grad_(rank == 0)
@@ -349,7 +362,9 @@ def disagreeing_rank(rank: int, n: int) -> None:
 
 
 def test_ranks_that_train_different_parameters_raise() -> None:
-    with pytest.raises(wh.CommError, match=r"ranks train different parameters.*rank 0 trains 5, rank 1 trains 3"):
+    with pytest.raises(
+        wh.CommError, match=r"ranks train different parameters, or in other dtypes: rank 0 trains 5, rank 1 trains 3"
+    ):
         world(2, disagreeing_rank)
 
 

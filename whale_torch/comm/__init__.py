@@ -1,5 +1,5 @@
 """Communication. Importing any module of it gives Columns all of its rules."""
 
-from whale_torch.comm import channels, columnwise, loss, ranking
+from whale_torch.comm import channels, columnwise, loss, ranking, reentrant
 
-__all__ = ["channels", "columnwise", "loss", "ranking"]
+__all__ = ["channels", "columnwise", "loss", "ranking", "reentrant"]

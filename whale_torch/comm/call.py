@@ -36,12 +36,15 @@ class Batch:
 
 
 class Trained:
-    """Which parameters a rank trains, in one number: how many, and a hash of which."""
+    """Which parameters a rank trains, in one number: how many, and a hash of which and of their dtypes.
+
+    dtypes: of each parameter, None where it is frozen.
+    """
 
     __slots__ = ("code",)
 
-    def __init__(self, flags: Sequence[bool]):
-        self.code = zlib.crc32(bytes(flags)) << 24 | sum(flags)
+    def __init__(self, dtypes: Sequence[torch.dtype | None]):
+        self.code = zlib.crc32(str(dtypes).encode()) << 24 | sum(dtype is not None for dtype in dtypes)
 
     @staticmethod
     def count(code: int) -> int:
@@ -189,9 +192,9 @@ class Call:
         odd = next((rank for rank, code in enumerate(codes) if code != codes[0]), None)
         if odd is not None:
             raise CommError(
-                f"ranks train different parameters: rank 0 trains {Trained.count(codes[0])}, "
+                f"ranks train different parameters, or in other dtypes: rank 0 trains {Trained.count(codes[0])}, "
                 f"rank {odd} trains {Trained.count(codes[odd])}.",
-                fix="change requires_grad on all ranks alike",
+                fix="change requires_grad and the dtype of parameters on all ranks alike",
                 ranks=(0, odd),
             )
 

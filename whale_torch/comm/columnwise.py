@@ -176,6 +176,19 @@ def _format(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return object.__format__(*args)
 
 
+@register_function(Tensor.view_as)
+def _view_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) != 2 or args[0] is not args[1]:
+        return NotImplemented
+    # torch asks so for what an autograd.Function hands on as it came, and then reads gradients of shards
+    raise LayoutError(
+        f"a module's full backward hook, or an autograd.Function that hands on its input, met a split's output "
+        f"{args[0]!r}: its gradient is a shard of all rows, not that of the own rows.",
+        where=user_site(),
+        fix="put the hook on a module that neither takes nor gives a split's output, or hand on z.rows()",
+    )
+
+
 @register_function(
     Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_
 )

@@ -21,8 +21,8 @@ from whale_torch.comm.bridge import first_order, gather_feeds, mean_of_seeds, ow
 from whale_torch.comm.call import deliver
 from whale_torch.comm.collectives import all_reduce_async, gather_equal
 from whale_torch.comm.columns import Columns, ColumnsPlace, dtype_and_device, plain, register_function
+from whale_torch.comm.reentrant import refuse_reentrant
 from whale_torch.comm.region import MOST_NUMBERS, Region
-from whale_torch.errors import LossError
 from whale_torch.mesh import Group
 from whale_torch.ops.precision import autocast_dtype
 
@@ -144,23 +144,19 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         stats = ops.softmax_stats(z, problem.rows.target, *problem.statistics())
         lse, out = problem.finish(stats, any(ctx.needs_input_grad))
         ctx.save_for_backward(z, lse)
-        ctx.problem, ctx.may_overwrite, ctx.overwritten = problem, may_overwrite, False
+        ctx.problem, ctx.may_overwrite = problem, may_overwrite
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.overwritten:
-            raise LossError(
-                "backward ran twice through a cross entropy whose logits were overwritten by the first run.",
-                fix="keep the logits alive until the last backward: z = model(x); loss = F.cross_entropy(z, y)",
-            )
         z, lse = ctx.saved_tensors
         problem = ctx.problem
         soft, hard, smooth = problem.coefficients(grad)
-        ctx.overwritten = ctx.may_overwrite()
+        # a graph that is kept (retain_graph=True) may be gone through again
+        overwrite = ctx.may_overwrite() and not torch._C._autograd._get_current_graph_task_keep_graph()
         target, first, weight = problem.rows.target, problem.place.first, problem.my_weight
-        out = ops.softmax_grad(z, lse, target, first, soft, hard, smooth, weight, ctx.overwritten)
+        out = ops.softmax_grad(z, lse, target, first, soft, hard, smooth, weight, overwrite)
         return out, None, None
 
 
@@ -187,6 +183,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 _FEW = 4
+_SHORT = 1 << 31
 CHUNK = 4096
 """Columns of one chunk of the chunked loss."""
 
@@ -245,12 +242,15 @@ def cross_entropy(
     if not _runs_across(z, target, size_average, reduce, reduction):
         gathered = z.implicit_rows("cross_entropy")
         return F.cross_entropy(gathered, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    if not torch.is_grad_enabled():
+        refuse_reentrant()
     place, num_classes = _flat(z.place), sum(z.place.widths)
     options = _Options(weight, ignore_index, reduction, label_smoothing)
     _check_options(options, num_classes)
     z_dtype, device = dtype_and_device(z)
     detail = f"{z_dtype} {reduction} ignore_index={ignore_index} label_smoothing={label_smoothing} {weight is not None}"
-    targets = _targets_of_all(target.reshape(-1).long(), place, detail)
+    short = num_classes <= _SHORT and -_SHORT < ignore_index < _SHORT  # so that labels travel as 32 bits
+    targets = _targets_of_all(target.reshape(-1).long(), place, detail, short=short)
     dtype = torch.float64 if z_dtype == torch.float64 else torch.float32
     rows = _Rows(targets, options, num_classes, dtype)
     if not rows.plain:
@@ -269,10 +269,10 @@ def cross_entropy(
     return out if out.dtype is z_dtype or autocast_dtype(device) else out.to(z_dtype)
 
 
-def _targets_of_all(mine: Tensor, place: ColumnsPlace, detail: str) -> Tensor:
+def _targets_of_all(mine: Tensor, place: ColumnsPlace, detail: str, *, short: bool) -> Tensor:
     """The feed's class numbers -> those of the region's feeds; few of them travel with what the ranks agree on."""
     region, counts = place.region, place.counts
-    if region.rows.size > 1 and region.on_host and max(counts) <= MOST_NUMBERS:
+    if region.rows.size > 1 and region.on_host and short and max(counts) <= MOST_NUMBERS:
         numbers = [0] * mine.numel() if mine.is_meta else mine.tolist()
         rows = place.agree_with("cross_entropy", numbers, detail)
         labels = [label for row, count in zip(rows, counts, strict=True) for label in row[:count]]

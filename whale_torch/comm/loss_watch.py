@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whale_torch.comm.reentrant import refuse_reentrant
 from whale_torch.errors import LossError, PlanError
 
 __all__ = ["Loss", "watch"]
@@ -109,7 +110,11 @@ def _caught(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:  # fmt: skip
         out = original(input, target, weight, reduction, ignore_index, *rest)
         seen = _watcher.seen
-        if seen is None or reduction != _MEAN or target.is_floating_point() or not out.requires_grad:
+        if seen is None or reduction != _MEAN or target.is_floating_point():
+            return out
+        if not out.requires_grad:
+            if not torch.is_grad_enabled():
+                refuse_reentrant()
             return out
         if torch.compiler.is_compiling():
             raise LossError(

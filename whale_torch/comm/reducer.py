@@ -162,7 +162,7 @@ class Reducer:
             grad = piece.parameter.grad
             if grad is None:
                 absent.append(number)
-                if id(piece.parameter) in self._arrived:
+                if id(piece.parameter) in self._arrived and piece.parameter.requires_grad:  # else frozen since forward
                     _refuse_taken(piece.parameter)
             else:
                 if grad.requires_grad or grad.layout is not torch.strided:

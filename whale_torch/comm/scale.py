@@ -36,10 +36,13 @@ class Witness:
 
     def __init__(self, parameter: Tensor, place: ParameterPlace):
         self.parameter, self.place = parameter, place
-        self._tolerance = _TOLERANCE if parameter.dtype.itemsize >= 4 else _HALF_TOLERANCE
         self._kept: tuple[int, Tensor] | None = None
         self._found = math.nan
         setattr(parameter, _KEY, self)
+
+    @property
+    def _tolerance(self) -> float:
+        return _TOLERANCE if self.parameter.dtype.itemsize >= 4 else _HALF_TOLERANCE
 
     @staticmethod
     def among(parameters: Iterable[Tensor]) -> Witness | None:

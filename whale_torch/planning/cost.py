@@ -21,8 +21,8 @@ from whale_torch.planning.rules import Cut
 __all__ = ["DEFAULT_ROWS", "all_reduce_bytes", "estimate", "gradient_traffic", "may_call_losses", "price", "shards_of"]
 
 DEFAULT_ROWS = 32
-_HEADER_BYTES = 512
-_LABELS_IN_A_HEADER = 62
+_HEADER_BYTES = 192
+_LABELS_IN_A_HEADER = 44
 _COUNT_BYTES = 48
 _LOSS_BYTES = 72
 _ID_BYTES = 8

@@ -11,6 +11,7 @@ from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
 from whale_torch.comm.sparse_reducer import SparseReducer
+from whale_torch.errors import PlanError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.placement import Blocks
 from whale_torch.planning.plan import Plan, Reduce
@@ -58,6 +59,7 @@ def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientRedu
         chosen = [parameter for parameter in present if parameter.requires_grad]
         dense = [parameter for parameter in chosen if id(parameter) not in sparse]
         if dense:
+            _check_dtypes(dense)
             reduction = _reduction(reduce, device.copies, dense[0].dtype, plan, mesh, f"gradients {number}")
             bounds = {"bucket_bytes": reduce.bucket_bytes, "max_in_flight": reduce.max_in_flight}
             reducers.append(Reducer(dense, reduction, **bounds))
@@ -65,6 +67,18 @@ def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientRedu
             copies = mesh.group(f"copies of {reduce.device}", device.copies, channel="sparse gradients")
             reducers.append(SparseReducer([parameter for parameter in chosen if id(parameter) in sparse], copies))
     return reducers
+
+
+def _check_dtypes(parameters: list[nn.Parameter]) -> None:
+    """Raises PlanError where parameters that are averaged together no longer have one dtype."""
+    for parameter in parameters:
+        if parameter.dtype is not parameters[0].dtype:
+            names = [place.name if (place := place_of(p)) else "?" for p in (parameters[0], parameter)]
+            raise PlanError(
+                f"since wh.parallelize a part of the model was converted: '{names[0]}' is {parameters[0].dtype}, "
+                f"'{names[1]}' is {parameter.dtype}, and their gradients are averaged together.",
+                fix="convert the whole model (model.double()), or a part of it before wh.parallelize",
+            )
 
 
 def _sparse_parameters(model: nn.Module) -> set[int]:

@@ -92,7 +92,7 @@ class Runtime:
             m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
         ]
         self._members = Members(model)
-        self._trained = [p.requires_grad for p in self._members.parameters]
+        self._trained = self._trained_dtypes()
         self._trained_code = Trained(self._trained)
         self._witness = Witness.among(self._members.parameters)
         self.gradients = self._make_gradients()
@@ -196,13 +196,16 @@ class Runtime:
     def _check_parameters(self, model: nn.Module) -> None:
         self.gradients.abandon()
         self._members.check(model)
-        trained = [p.requires_grad for p in self._members.parameters]
+        trained = self._trained_dtypes()
         if trained != self._trained:
             self._trained, self._trained_code = trained, Trained(trained)
             sync = self.gradients.sync
             self.gradients.close()
             self.gradients = self._make_gradients()
             self.gradients.sync = sync
+
+    def _trained_dtypes(self) -> list[torch.dtype | None]:
+        return [p.dtype if p.requires_grad else None for p in self._members.parameters]
 
     def current_plan(self) -> Plan:
         """The plan in force, with what was gathered implicitly so far."""
