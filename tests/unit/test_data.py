@@ -227,9 +227,15 @@ def test_ranks_of_one_feed_read_the_same() -> None:
 
 
 def test_data_rank_needs_a_parallelized_model() -> None:
-    for call in (wh.data_rank, lambda m: wh.sampler(m, [1]), lambda m: wh.batch_sampler(m, [1], 1)):
-        with pytest.raises(PlanError, match="needs a parallelized model, got Linear"):
+    calls = {
+        "wh.data_rank": wh.data_rank,
+        "wh.sampler": lambda m: wh.sampler(m, [1]),
+        "wh.batch_sampler": lambda m: wh.batch_sampler(m, [1], 1),
+    }
+    for name, call in calls.items():
+        with pytest.raises(PlanError, match=f"^{name} needs a parallelized model, got Linear") as caught:
             call(nn.Linear(2, 2))
+        assert caught.value.fix == "model = wh.parallelize(model) first"
 
 
 def epoch(rank: int, n: int, layout: str, total: int, padded: bool) -> tuple[list[float], float, int]:

@@ -12,6 +12,14 @@ from whale_torch.errors import PlanError
 __all__ = ["Grouping", "TaskGraph", "group_modules"]
 
 _RUNS = ("replica", "split")
+# What serves a similar end today, by the scope that this version does not run.
+_INSTEAD = {
+    "pipeline": ", and those of its stages; wh.split() cuts layers over ranks, what has no scope is replicated",
+    "stage": "; wh.split() cuts layers over ranks, what has no scope is replicated",
+    "auto_parallel": " and choose the scopes yourself: print(wh.plan(model, cluster=...)) says what each would cost",
+    "recompute": "; torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False) in forward recomputes",
+    "cpu_offload": "; wh.split() lets each rank hold a part only",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +104,5 @@ def _check_runs(annotations: tuple[Annotation, ...]) -> None:
             raise PlanError(
                 f"{annotation.call} is annotated, but this version runs wh.replica and wh.split only.",
                 where=annotation.site,
-                fix=f"remove the wh.{annotation.kind} scope",
+                fix=f"remove the wh.{annotation.kind} scope{_INSTEAD[annotation.kind]}",
             )
