@@ -1,8 +1,9 @@
 """How every benchmark measures and reports: variants interleaved step by step, minima and medians, bytes, load.
 
-In a rank, `interleave` runs all variants in one world, in an order that rotates, so that a busy moment of the machine
-hits them alike. In the owner, `summarize` joins what the ranks saw: a step lasts as long as its slowest rank. A
-`Report` prints tables and bars with the machine and its load, and writes them as JSON or into a dated results file.
+`add_arguments` and `run` are what the command lines share, `sgd_loop` is the training loop of one process. In a rank,
+`interleave` runs all variants in one world, in an order that rotates, so that a busy moment of the machine hits them
+alike. In the owner, `summarize` joins what the ranks saw: a step lasts as long as its slowest rank. A `Report` prints
+tables and bars with the machine and its load, and writes them as JSON or into a dated results file.
 """
 
 from __future__ import annotations
@@ -15,19 +16,33 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from benchmarks.cluster import sent_bytes
+from benchmarks.cluster import ClusterError, sent_bytes
 
-__all__ = ["Report", "Step", "Summary", "Trace", "add_arguments", "interleave", "summarize"]
+__all__ = [
+    "Report",
+    "Step",
+    "Summary",
+    "Trace",
+    "add_arguments",
+    "interleave",
+    "ring_seconds",
+    "run",
+    "sgd_loop",
+    "summarize",
+    "whole_numbers",
+]
 
-Step = Callable[[int], "torch.Tensor | float | None"]
+Step = Callable[[int], "Tensor | float | None"]
 
 
 @dataclass(slots=True)
@@ -51,6 +66,34 @@ class Summary:
     cpu_median_s: float
     sent_bytes: int
     values: tuple[float, ...]
+
+    def loss_error(self, expected: Sequence[float]) -> float:
+        """The largest difference between a step's loss and the one expected."""
+        return max(abs(value - loss) for value, loss in zip(self.values, expected, strict=True))
+
+
+def ring_seconds(num_bytes: float, num_ranks: int, bits_per_second: float) -> float:
+    """What a ring all-reduce over links of this rate takes at least."""
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes * 8 / bits_per_second
+
+
+def sgd_loop(
+    module: nn.Module, lr: float, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loop of one process around a module, whatever averages its gradients.
+
+    The returned step(inputs, targets) is one of plain SGD on loss(module(inputs), targets), which it returns.
+    """
+    optimizer = torch.optim.SGD(module.parameters(), lr)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        value = loss(module(inputs), targets)
+        value.backward()
+        optimizer.step()
+        return value.detach()
+
+    return step
 
 
 def _barrier() -> None:
@@ -106,8 +149,35 @@ def summarize(per_rank: Sequence[Mapping[str, Trace]]) -> dict[str, Summary]:
     return summaries
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, steps: int = 12) -> None:
-    """The options that every benchmark has."""
+def run(main: Callable[[], int]) -> int:
+    """The exit status of a benchmark; where its cluster cannot be brought up or a rank fails, the error's words."""
+    try:
+        return main()
+    except ClusterError as error:
+        print(error)
+        return 1
+
+
+def _items(text: str) -> list[str]:
+    return [item for item in text.split(",") if item]
+
+
+def whole_numbers(text: str) -> list[int]:
+    """An option's numbers with commas between."""
+    return [int(item) for item in _items(text)]
+
+
+def add_arguments(parser: argparse.ArgumentParser, variants: Iterable[str], *, steps: int = 12) -> None:
+    """The options that every benchmark has; `variants` is a list of those known, in the order given."""
+    known = list(variants)
+
+    def some_known(text: str) -> list[str]:
+        names = _items(text)
+        if unknown := sorted(set(names) - set(known)):
+            raise argparse.ArgumentTypeError(f"unknown variants {unknown}, known are {', '.join(known)}")
+        return names
+
+    parser.add_argument("--variants", type=some_known, default=known, help="with commas between (default: all)")
     parser.add_argument("--steps", type=int, default=steps, help="measured steps of each variant (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the measured ones (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")

@@ -239,6 +239,16 @@ def test_every_module_says_what_is_public(name: str) -> None:
     assert len(lists) == 1 or is_empty or name == "__main__", f"whale_torch.{name} needs one __all__"
 
 
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+
+
+def test_the_design_names_every_module() -> None:
+    built = DESIGN.partition("Built so far:")[2].partition("To come,")[0]
+    files = [path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    named = built.replace("split_*.py", " ".join(name for name in files if name.startswith("split_")))
+    assert [name for name in files if name not in named] == []
+
+
 @every_module()
 def test_names_say_what_a_module_is_about(name: str) -> None:
     assert not {"utils", "util", "common", "helpers", "helper", "manager", "misc"} & set(name.split("."))
@@ -246,6 +256,7 @@ def test_names_say_what_a_module_is_about(name: str) -> None:
 
 def test_public_names_are_frozen() -> None:
     assert whale_torch.__all__ == PUBLIC_NAMES
+    assert [name for name in PUBLIC_NAMES if f"wh.{name}" not in DESIGN and not name.endswith("Error")] == []
 
 
 def test_no_public_name_is_a_module() -> None:

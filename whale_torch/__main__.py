@@ -73,14 +73,18 @@ def _ranks() -> list[str]:
     around = surroundings()
     if around.world is None:
         return ["no launcher: a script runs as one process; torchrun --nproc-per-node N script.py starts N ranks"]
-    if around.local_world is not None and around.world % around.local_world == 0:
-        cluster = Cluster.of(
-            around.world // around.local_world,
-            around.local_world,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-        )
-        return [f"rank {around.rank} of {around.world}, on node {around.node}", f"cluster: {cluster}"]
-    return [f"rank {around.rank} of {around.world}, on node {around.node}; nodes may have unequal numbers of ranks"]
+    if around.rank is None:
+        return [f"WORLD_SIZE is {around.world} but RANK is not set: wh.parallelize will refuse it"]
+    where = f"rank {around.rank} of {around.world}"
+    where += "; ranks of one host will be a node" if around.node is None else f", on node {around.node}"
+    if around.local_world is None:
+        return [where]
+    if around.world % around.local_world:
+        return [f"{where}, of {around.local_world} ranks: nodes have unequal numbers of them"]
+    cluster = Cluster.of(
+        around.world // around.local_world, around.local_world, device="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    return [where, f"cluster: {cluster}"]
 
 
 def main() -> None:

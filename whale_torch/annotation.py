@@ -148,7 +148,8 @@ def check_nesting(
                 f"{_named(module_name)}{inner} is not inside wh.pipeline()"
                 + (f", but directly inside {outer}." if outer else "."),
                 where=inner.site,
-                fix="wrap the stages in `with wh.pipeline(num_micro_batches=...):`.",
+                fix="remove the wh.stage scope: this version runs wh.replica and wh.split; once pipelines run, a stage "
+                "stands inside `with wh.pipeline(num_micro_batches=...):`.",
             )
         outside.append(inner)
 

@@ -236,12 +236,12 @@ def _together(mesh: Mesh, step: Callable[[], T], kind: type[WhaleError] = PlanEr
     kind: of the error that stands for one which is none of this package's, such as a file that a rank does not find.
     """
     error: WhaleError | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
     result: T | None = None
     try:
         result = step()
     except WhaleError as refused:
-        error = cause = refused
+        error, cause = refused, refused.__cause__
     except OtherRankFailed:
         pass  # its error is among all ranks'
     except Exception as failed:  # whatever a file, an initialiser or a model's own code raises
@@ -250,8 +250,9 @@ def _together(mesh: Mesh, step: Callable[[], T], kind: type[WhaleError] = PlanEr
     first = next((found for found in errors if found is not None), None)
     if first is None:
         return cast(T, result)
+    trace = None if error is None else error.__traceback__  # shown once, under what all ranks say
     if all(found is not None and found.what == first.what for found in errors):
-        raise first from cause
+        raise first.with_traceback(trace) from cause
     ranks = [rank for rank, found in enumerate(errors) if found is not None]
     what = f"rank {ranks[0]} was refused, and not every rank with it: {first.what}"
-    raise type(first)(what, where=first.where, fix=first.fix, ranks=ranks) from cause
+    raise type(first)(what, where=first.where, fix=first.fix, ranks=ranks).with_traceback(trace) from cause

@@ -82,10 +82,6 @@ class Cluster:
         """Node of each rank."""
         return _nodes_of(self.ranks_of_nodes)
 
-    def node_of(self, rank: int) -> int:
-        """Number of the node that `rank` runs on."""
-        return self.nodes[rank]
-
     def levels_of(self, blocks: Blocks) -> tuple[Blocks, Blocks] | None:
         """The blocks' ranks of one node, and their ranks at the same place on all nodes of a block.
 

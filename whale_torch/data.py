@@ -28,7 +28,11 @@ def data_rank(model: nn.Module) -> tuple[int, int]:
 
     Raises PlanError for a model that is not parallelized.
     """
-    runtime = runtime_of(model, "wh.data_rank")
+    return _feed_of(model, "wh.data_rank")
+
+
+def _feed_of(model: nn.Module, what: str) -> tuple[int, int]:
+    runtime = runtime_of(model, what)
     return runtime.plan.feed_of(runtime.mesh.rank), runtime.plan.num_feeds
 
 
@@ -39,7 +43,7 @@ def sampler(
 
     Raises PlanError for a model that is not parallelized.
     """
-    index, count = data_rank(model)
+    index, count = _feed_of(model, "wh.sampler")
     _check_sized(dataset, "wh.sampler")
     return DistributedSampler(dataset, count, index, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
 
@@ -66,7 +70,7 @@ def batch_sampler(
     batch_size: rows of one feed. collate_fn: the one to wrap. Raises PlanError for a model that is not parallelized, a
     dataset without a length and a batch_size below 1.
     """
-    index, count = data_rank(model)
+    index, count = _feed_of(model, "wh.batch_sampler")
     _check_sized(dataset, "wh.batch_sampler")
     if batch_size < 1:
         raise PlanError(f"wh.batch_sampler: batch_size is {batch_size}.", fix="give the rows of one feed, 1 or more")

@@ -39,6 +39,10 @@ class WhaleError(Exception):
             lines.append(f"  ranks:  {', '.join(map(str, self.ranks))}")
         return "\n".join(lines)
 
+    def inside(self, call: str, fix: str) -> WhaleError:
+        """The same error as the user's call that met it tells it, with the fix for that call."""
+        return type(self)(f"{call}: {self.what}", where=self.where, fix=fix, ranks=self.ranks)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.what, self.where, self.fix, self.ranks)
 

@@ -302,6 +302,11 @@ def _device(asked: torch.device | str | None, world: int) -> torch.device:
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
+    if not count:
+        raise PlanError(
+            f"device='{device}' was asked for, but torch sees no CUDA device on this machine.",
+            fix='leave device out, which takes what is there, or say device="cpu" (see python -m whale_torch)',
+        )
     index = local_rank if device.index is None else device.index
     if index >= count:
         raise PlanError(

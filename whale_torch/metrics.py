@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from whale_torch.comm.collectives import all_reduce
+from whale_torch.comm.columns import user_site
 from whale_torch.errors import PlanError
 from whale_torch.mesh import Group, Mesh, start
 from whale_torch.strategies.runtime import runtime_of
@@ -61,8 +64,8 @@ def reduce(value: Value, how: str = "mean", *, weight: float = 1.0, model: nn.Mo
     even NaN, has no part), or "sum". The ranks that are fed the same batch are one replica: the first one's value
     counts. model: whose replicas are meant, where the models of this process differ in that. A tensor keeps its dtype,
     but for the mean of whole numbers, of default dtype, and the sum of bools, int64.
-    Raises PlanError for any other `how`, and for a sum where models differ and none is named; CommError where a rank
-    does not take part.
+    Raises PlanError for any other `how`, for a value that is neither number nor tensor, and for a sum where models
+    differ and none is named; CommError where a rank does not take part.
     """
     if how not in ("mean", "sum"):
         raise PlanError(f'wh.reduce knows "mean" and "sum", got {how!r}.', fix='wh.reduce(value, "mean")')
@@ -77,10 +80,25 @@ def reduce(value: Value, how: str = "mean", *, weight: float = 1.0, model: nn.Mo
             "value it sums.",
             fix='wh.reduce(value, "sum", model=model)',
         )
-    x = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-    feed_size = min(feed_sizes, default=1)  # a mean is the same over any copies of equal values
+    x = value.detach() if isinstance(value, Tensor) else _number(value)
+    feed_size = math.gcd(*feed_sizes) or 1  # a mean is the same over equally many copies of each replica's value
     total = _over_replicas(x, how, weight, ranks or _Ranks.of(start()), feed_size)
     return total if isinstance(value, Tensor) else float(total)
+
+
+def _number(value: object) -> Tensor:
+    """Raises PlanError for what is no number, before any rank waits for another."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # of numpy
+        value = value.item()
+    if not isinstance(value, Real):
+        told = f"{value!r}"
+        raise PlanError(
+            f"wh.reduce takes a number or a tensor, got {type(value).__name__} {told[:40]}{'...' * (len(told) > 40)}.",
+            where=user_site(),
+            fix="reduce one value at a time: {name: wh.reduce(value) for name, value in metrics.items()}; "
+            "several numbers at once as torch.tensor([...])",
+        )
+    return torch.tensor(float(value), dtype=torch.float64)
 
 
 def _over_replicas(x: Tensor, how: str, weight: float, ranks: _Ranks, feed_size: int) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from whale_torch.comm.collectives import broadcast_copy
 from whale_torch.comm.cut_tensor import CutTensor, join
 from whale_torch.comm.registry import place_of
+from whale_torch.errors import CommError
 from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized, runtime_of
 
 __all__ = ["full_state_dict", "full_tensor", "no_sync"]
@@ -37,10 +38,18 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     Tied parameters share memory, as in a plain state_dict. Takes a parallelized model, a member of one, a copy of one
     and what wraps a copy (torch.optim.swa_utils.AveragedModel); tensors lie on the parameters' device.
     Buffers that differ between ranks (running statistics of a local BatchNorm) are rank 0's on every rank.
-    Raises PlanError for a model without a parallelized part.
+    Raises PlanError for a model without a parallelized part; CommError where a rank does not call it.
     """
     if not is_parallelized(model):
         runtime_of(model, "wh.full_state_dict")
+    try:
+        return _joined(model)
+    except CommError as error:
+        fix = "call wh.full_state_dict(model) on every rank, then write what it gives on one"
+        raise error.inside("wh.full_state_dict(model)", fix) from error.__cause__
+
+
+def _joined(model: nn.Module) -> dict[str, Any]:
     state = model.state_dict()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first = {key: id(p) for key, p in parameters.items()}

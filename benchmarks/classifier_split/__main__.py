@@ -1,5 +1,6 @@
 """`python -m benchmarks.classifier_split`."""
 
 from benchmarks.classifier_split.main import main
+from benchmarks.harness import run
 
-raise SystemExit(main())
+raise SystemExit(run(main))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
 from benchmarks.classifier_split.model import LEARNING_RATE, Task, make_features, make_head
+from benchmarks.harness import sgd_loop
 
 __all__ = ["Annotated", "Classifier"]
 
@@ -33,15 +33,10 @@ class Annotated:
     def __init__(self, task: Task, rank: int, reduce_dtype: torch.dtype = torch.float32) -> None:
         self.task, self.rank = task, rank
         self.model = wh.parallelize(Classifier(task.classes, reduce_dtype))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), LEARNING_RATE)
+        self._loop = sgd_loop(self.model, LEARNING_RATE)
 
     def step(self, number: int) -> Tensor:
-        inputs, labels = self.task.batch(number, self.rank)
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(inputs), labels)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+        return self._loop(*self.task.batch(number, self.rank))
 
     def values(self) -> dict[str, Tensor]:
         return {name: value.detach() for name, value in self.model.named_parameters()}

@@ -18,9 +18,9 @@ from torch import Tensor
 from benchmarks.classifier_split.annotated import Annotated
 from benchmarks.classifier_split.model import WIDTH, Task, make_features, one_process, update_error
 from benchmarks.classifier_split.peers import DataParallel, DTensorSplit, Handwritten
-from benchmarks.cluster import Cluster, ClusterError
+from benchmarks.cluster import Cluster
 from benchmarks.handwritten import FlatWire, NoWire
-from benchmarks.harness import Report, Summary, Trace, add_arguments, interleave, summarize
+from benchmarks.harness import Report, Summary, Trace, add_arguments, interleave, ring_seconds, summarize
 
 __all__ = ["main"]
 
@@ -84,7 +84,6 @@ def _feature_bytes() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.classifier_split", description=__doc__)
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated (default: all)")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--rate", default="400mbit")
     parser.add_argument("--classes", type=int, default=100_000)
@@ -92,20 +91,13 @@ def main() -> int:
     parser.add_argument(
         "--count", action="store_true", help="only count bytes of parameters and gradients, as for --classes 1000000"
     )
-    add_arguments(parser)
+    add_arguments(parser, VARIANTS)
     options = parser.parse_args()
-    names = [name for name in options.variants.split(",") if name]
-    if unknown := set(names) - set(VARIANTS):
-        parser.error(f"unknown variants {sorted(unknown)}, known are {', '.join(VARIANTS)}")
     task = Task(options.classes, options.rows, options.nodes)
-    try:
-        return _count_bytes(options, task) if options.count else _compare(options, task, names)
-    except ClusterError as error:
-        print(error)
-        return 1
+    return _count_bytes(options, task) if options.count else _compare(options, task)
 
 
-def _compare(options: argparse.Namespace, task: Task, names: list[str]) -> int:
+def _compare(options: argparse.Namespace, task: Task) -> int:
     report = Report(
         "classifier_split",
         f"A classifier over {task.classes} classes, split over {task.world} nodes, against data parallelism.",
@@ -114,31 +106,24 @@ def _compare(options: argparse.Namespace, task: Task, names: list[str]) -> int:
         reference = Path(folder) / "one_process.pt"
         losses = one_process(task, options.warmup + options.steps, reference)
         rate = cluster.measured_rate()
-        results = cluster.run(_measure, names, task, options.steps, options.warmup, reference)
+        results = cluster.run(_measure, options.variants, task, options.steps, options.warmup, reference)
     summaries = summarize([traces for traces, _ in results])
     errors = {name: max(errors[name] for _, errors in results) for name in results[0][1]}
     report.note(
         f"{options.nodes} nodes x 1 rank, links of {options.rate} (one stream gets {rate / 1e6:.0f} Mbit/s), "
         f"{task.rows} rows a rank, SGD; {options.steps} steps of each variant, alternating"
     )
-    _add_table(report, names, summaries, errors, losses)
+    _add_table(report, summaries, errors, losses)
     _add_limits(report, task, summaries, rate)
     _add_bars(report, summaries, errors, losses)
     report.data(summaries=summaries, one_process_losses=losses, update_errors=errors, measured_bits_per_second=rate)
     return report.finish(options)
 
 
-def _loss_error(summary: Summary, losses: list[float]) -> float:
-    return max(abs(value - loss) for value, loss in zip(summary.values, losses, strict=True))
-
-
-def _add_table(
-    report: Report, names: list[str], summaries: dict[str, Summary], errors: dict[str, float], losses: list[float]
-) -> None:
+def _add_table(report: Report, summaries: dict[str, Summary], errors: dict[str, float], losses: list[float]) -> None:
     slow = summaries.get("ddp")
     rows = []
-    for name in names:
-        own = summaries[name]
+    for name, own in summaries.items():
         rows.append(
             [
                 VARIANTS[name],
@@ -147,7 +132,7 @@ def _add_table(
                 f"{slow.minimum_s / own.minimum_s:.2f}x" if slow else "",
                 f"{slow.median_s / own.median_s:.2f}x" if slow else "",
                 f"{own.sent_bytes / 1e6:.2f}",
-                f"{_loss_error(own, losses):.0e}" if name in errors else "-",
+                f"{own.loss_error(losses):.0e}" if name in errors else "-",
                 f"{errors[name]:.0e}" if name in errors else "-",
             ]
         )
@@ -166,13 +151,12 @@ def _add_table(
 
 def _add_limits(report: Report, task: Task, summaries: dict[str, Summary], rate: float) -> None:
     """What no implementation can beat: the bytes of the all-reduce over the link, and the compute measured here."""
-    ring = 2 * (task.world - 1) / task.world
     floor = summaries["compute"].minimum_s if "compute" in summaries else 0.0
     rows = []
     for name, share in (("whale", 1.0), ("whale_bf16", 0.5), ("whale_fp16", 0.5), ("hand", 1.0), ("hand_bf16", 0.5)):
         if name not in summaries:
             continue
-        wire = ring * _feature_bytes() * share * 8 / rate
+        wire = ring_seconds(_feature_bytes() * share, task.world, rate)
         best = summaries[name].minimum_s
         rows.append(
             [
@@ -201,7 +185,7 @@ def _add_limits(report: Report, task: Task, summaries: dict[str, Summary], rate:
 def _add_bars(report: Report, summaries: dict[str, Summary], errors: dict[str, float], losses: list[float]) -> None:
     for name in _EXACT:
         if name in summaries:
-            report.bar(f"{VARIANTS[name]}: loss error", _loss_error(summaries[name], losses), at_most=1e-5, exact=True)
+            report.bar(f"{VARIANTS[name]}: loss error", summaries[name].loss_error(losses), at_most=1e-5, exact=True)
             report.bar(f"{VARIANTS[name]}: update error", errors[name], at_most=1e-3, exact=True)
     bars = [
         ("whale", "ddp", 6.5),
@@ -239,7 +223,3 @@ def _count_bytes(options: argparse.Namespace, task: Task) -> int:
     report.table("MB a rank", ["", "parameters", "gradients", "communication buckets", "less"], rows)
     report.note(f"whale stepped: losses {', '.join(f'{loss:.5f}' for loss in results[0][2])}; DDP was not stepped")
     return report.finish(options)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

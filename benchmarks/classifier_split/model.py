@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LEARNING_RATE", "WIDTH", "Task", "make_features", "make_head", "one_process", "update_error"]
+from benchmarks.harness import sgd_loop
+
+__all__ = ["LEARNING_RATE", "WIDTH", "Task", "make_features", "make_head", "make_whole", "one_process", "update_error"]
 
 WIDTH = 200
 LEARNING_RATE = 0.1
@@ -48,28 +50,26 @@ def make_head(classes: int) -> nn.Linear:
     return nn.Linear(WIDTH, classes)
 
 
+def make_whole(classes: int) -> nn.Sequential:
+    """Features and head as one module, with the names of the annotated one."""
+    return nn.Sequential(OrderedDict(features=make_features(), fc=make_head(classes)))
+
+
 def one_process(task: Task, steps: int, path: Path) -> list[float]:
     """Trains on the global batches in one process; writes values before and after to `path` and returns the losses."""
     torch.set_num_threads(max(torch.get_num_threads(), 2))
-    features, head = make_features(), make_head(task.classes)
-    start = _values(features, head)
-    optimizer = torch.optim.SGD([*features.parameters(), *head.parameters()], LEARNING_RATE)
-    losses = []
+    module, losses = make_whole(task.classes), []
+    start, step = _values(module), sgd_loop(module, LEARNING_RATE)
     for number in range(steps):
         batches = [task.batch(number, rank) for rank in range(task.world)]
         inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        optimizer.zero_grad()
-        loss = F.cross_entropy(head(features(inputs)), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    torch.save({"start": start, "end": _values(features, head)}, path)
+        losses.append(step(inputs, labels).item())
+    torch.save({"start": start, "end": _values(module)}, path)
     return losses
 
 
-def _values(features: nn.Module, head: nn.Linear) -> dict[str, Tensor]:
-    values = {f"features.{name}": value.detach().clone() for name, value in features.named_parameters()}
-    return values | {"fc.weight": head.weight.detach().clone(), "fc.bias": head.bias.detach().clone()}
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
 
 
 def update_error(values: Mapping[str, Tensor], path: Path, rank: int) -> float:

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.classifier_split.model import LEARNING_RATE, Task, make_features, make_head
+from benchmarks.classifier_split.model import LEARNING_RATE, Task, make_features, make_head, make_whole
 from benchmarks.handwritten import Exchange, SplitStep
+from benchmarks.harness import sgd_loop
 
 __all__ = ["DTensorSplit", "DataParallel", "Handwritten"]
 
@@ -26,22 +27,14 @@ class DataParallel:
 
     def __init__(self, task: Task, rank: int, *, half: bool = False) -> None:
         self.task, self.rank = task, rank
-        module = nn.Sequential()
-        module.add_module("features", make_features())
-        module.add_module("fc", make_head(task.classes))
-        self.module = DistributedDataParallel(module)
+        self.module = DistributedDataParallel(make_whole(task.classes))
         if half:
             hook: Callable[..., Any] = fp16_compress_hook
             self.module.register_comm_hook(None, hook)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), LEARNING_RATE)
+        self._loop = sgd_loop(self.module, LEARNING_RATE)
 
     def step(self, number: int) -> Tensor:
-        inputs, labels = self.task.batch(number, self.rank)
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.module(inputs), labels)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+        return self._loop(*self.task.batch(number, self.rank))
 
     def values(self) -> dict[str, Tensor]:
         return {name: value.detach() for name, value in self.module.module.named_parameters()}

@@ -184,6 +184,17 @@ def sent_bytes() -> int:
     return 0
 
 
+def _seconds_a_byte(stream: socket.socket, skip: int) -> float:
+    """Of what comes after the first `skip` bytes, up to the last byte that comes."""
+    skipped, counted, start, seconds, buffer = 0, 0, 0.0, 0.0, bytearray(1 << 18)
+    while size := stream.recv_into(buffer):
+        if skipped < skip:
+            skipped, start = skipped + size, time.perf_counter()
+        else:
+            counted, seconds = counted + size, time.perf_counter() - start
+    return seconds / counted
+
+
 def measure_rate(source: Namespace, target: Namespace, target_node: int, num_bytes: int) -> float:
     """Bit/s of payload that one TCP stream gets from one node to another, the first burst left out."""
     address, ready, seconds, failures = (node_address(target_node), 5201), threading.Event(), [0.0], []
@@ -203,13 +214,7 @@ def measure_rate(source: Namespace, target: Namespace, target_node: int, num_byt
             stream, _ = server.accept()
             with stream:
                 stream.settimeout(30)
-                skipped, counted, start, buffer = 0, 0, 0.0, bytearray(1 << 18)
-                while size := stream.recv_into(buffer):
-                    if skipped < num_bytes // 4:
-                        skipped, start = skipped + size, time.perf_counter()
-                    else:
-                        counted += size
-                        seconds[0] = (time.perf_counter() - start) / counted
+                seconds[0] = _seconds_a_byte(stream, num_bytes // 4)
 
     def send() -> None:
         source.enter()

@@ -7,7 +7,7 @@ runs in worlds of 1 and 2 on loopback, annotated and with the same collectives w
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from benchmarks.cluster import Cluster, ClusterError
-from benchmarks.harness import Report, Step, Trace, add_arguments, interleave, summarize
+from benchmarks.cluster import Cluster
+from benchmarks.harness import (
+    Report,
+    Step,
+    Trace,
+    add_arguments,
+    interleave,
+    sgd_loop,
+    summarize,
+    whole_numbers,
+)
 from benchmarks.overhead.handwritten import ByHand
 
 __all__ = ["main"]
@@ -62,19 +71,6 @@ class _Annotated(_Plain):
             self.fc = nn.Linear(width, _CLASSES)
 
 
-def _loop(model: nn.Module) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), _LEARNING_RATE)
-
-    def step(inputs: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
 def _measure(
     rank: int, names: list[str], world: int, width: int, rows: int, steps: int, warmup: int
 ) -> dict[str, Trace]:
@@ -82,20 +78,20 @@ def _measure(
     inputs = torch.randn(8, rows, width, generator=generator)
     labels = torch.randint(0, _CLASSES, (8, rows), generator=generator)
 
-    def build(name: str) -> Any:
+    def build(name: str) -> Callable[[Tensor, Tensor], Tensor]:
         torch.manual_seed(0)
         if name == "whale":
-            return _loop(wh.parallelize(_Annotated(width)))
+            return sgd_loop(wh.parallelize(_Annotated(width)), _LEARNING_RATE)
         plain = _Plain(width)
         if name == "plain":
-            return _loop(plain)
-        return ByHand(plain.features, plain.pair.up, plain.pair.down, plain.fc, rank, world, _LEARNING_RATE).step
+            return sgd_loop(plain, _LEARNING_RATE)
+        parts = (plain.features, plain.pair.up, plain.pair.down, plain.fc)
+        return ByHand(*parts, rank, world, _LEARNING_RATE, checked=name == "same").step
 
     if "whale" not in names:
         dist.init_process_group("gloo")
-    steps_by_name = {
-        name: build(name) for name in sorted(names, key="whale".__ne__)
-    }  # whale first: it starts the group
+    # whale first: it starts the group
+    steps_by_name = {name: build(name) for name in sorted(names, key="whale".__ne__)}
 
     def numbered(name: str) -> Step:
         return lambda number: steps_by_name[name](inputs[number % 8], labels[number % 8])
@@ -105,58 +101,48 @@ def _measure(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--variants", default="plain,hand,whale")
-    parser.add_argument("--widths", default="256,64")
+    parser.add_argument("--widths", type=whole_numbers, default="256,64")
     parser.add_argument("--rows", type=int, default=64)
-    add_arguments(parser, steps=200)
+    add_arguments(parser, ("plain", "hand", "same", "whale"), steps=200)
     options = parser.parse_args()
-    names = [name for name in options.variants.split(",") if name]
-    if unknown := set(names) - {"plain", "hand", "whale"}:
-        parser.error(f"unknown variants {sorted(unknown)}, known are plain, hand, whale")
     report = Report(
         "overhead", "CPU time that the library itself takes in a step, against the same collectives by hand."
     )
     rows = []
-    try:
-        for world in (1, 2):
-            with Cluster(1, world) as cluster:
-                for width in map(int, options.widths.split(",")):
-                    rows += _compare(report, cluster, options, names, width)
-    except ClusterError as error:
-        print(error)
-        return 1
-    headers = ["world", "width", "variant", "CPU ms, min", "CPU ms, median", "wall ms, min", "CPU over hand, min"]
+    for world in (1, 2):
+        with Cluster(1, world) as cluster:
+            for width in options.widths:
+                rows += _compare(report, cluster, options, width)
+    headers = ["world", "width", "variant", "CPU ms, min", "CPU ms, median", "wall ms, min", "over hand", "over same"]
     report.table(
         f"Main-thread CPU time of a step: {options.rows} rows, {_CLASSES} classes, {options.steps} steps each",
         headers,
         rows,
     )
     report.note(
-        "plain: the model on one process, no split; the loop, the optimizer and the rows are the same everywhere"
+        "plain: the model on one process, no split; hand: as few exchanges as the mathematics needs; same: by hand "
+        "with every exchange of whale's; the loop, the optimizer and the rows are the same everywhere"
     )
     return report.finish(options)
 
 
-def _compare(
-    report: Report, cluster: Cluster, options: argparse.Namespace, names: list[str], width: int
-) -> list[list[object]]:
-    world = cluster.world_size
+def _compare(report: Report, cluster: Cluster, options: argparse.Namespace, width: int) -> list[list[object]]:
+    world, names = cluster.world_size, options.variants
     summaries = summarize(cluster.run(_measure, names, world, width, options.rows, options.steps, options.warmup))
-    hand, rows = summaries.get("hand"), []
-    for name in names:
-        own = summaries[name]
-        ratio = f"{own.cpu_minimum_s / hand.cpu_minimum_s:.2f}x" if hand else ""
+    rows = []
+    for name, own in summaries.items():
+        ratios = [
+            f"{own.cpu_minimum_s / summaries[by].cpu_minimum_s:.2f}x" if by in summaries else ""
+            for by in ("hand", "same")
+        ]
         times = [f"{1e3 * s:.2f}" for s in (own.cpu_minimum_s, own.cpu_median_s, own.minimum_s)]
-        rows.append([world, width, name, *times, ratio])
+        rows.append([world, width, name, *times, *ratios])
         if "plain" in summaries:
-            error = max(abs(a - b) for a, b in zip(own.values, summaries["plain"].values, strict=True))
+            error = own.loss_error(summaries["plain"].values)
             report.bar(f"world {world}, width {width}: loss of {name} as plain's", error, at_most=1e-4, exact=True)
-    if hand and "whale" in summaries and width in _BARS:
-        ratio = summaries["whale"].cpu_minimum_s / hand.cpu_minimum_s
-        report.bar(f"world {world}, width {width}: CPU over hand, minima", ratio, at_most=_BARS[width])
+    for by in ("same", "hand"):
+        if by in summaries and "whale" in summaries and width in _BARS:
+            ratio = summaries["whale"].cpu_minimum_s / summaries[by].cpu_minimum_s
+            report.bar(f"world {world}, width {width}: CPU over {by}, minima", ratio, at_most=_BARS[width])
     report.data(**{f"world{world}_width{width}": summaries})
     return rows
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,5 +1,6 @@
 """`python -m benchmarks.replica`."""
 
+from benchmarks.harness import run
 from benchmarks.replica.main import main
 
-raise SystemExit(main())
+raise SystemExit(run(main))

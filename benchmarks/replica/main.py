@@ -20,9 +20,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import whale_torch as wh
-from benchmarks.cluster import Cluster, ClusterError, ModelledLayer
-from benchmarks.harness import Report, Step, Summary, Trace, add_arguments, interleave, summarize
-from benchmarks.replica.model import LEARNING_RATE, batch_of, gradient_error, loss_of, make_encoder, one_process
+from benchmarks.cluster import Cluster, ModelledLayer
+from benchmarks.harness import (
+    Report,
+    Step,
+    Summary,
+    Trace,
+    add_arguments,
+    interleave,
+    ring_seconds,
+    sgd_loop,
+    summarize,
+)
+from benchmarks.replica.model import LEARNING_RATE, batch_of, gradient_error, make_encoder, one_process, token_loss
 
 __all__ = ["main"]
 
@@ -59,17 +69,8 @@ def _encoder(name: str) -> nn.Module:
 
 
 def _train(model: nn.Module, rank: int, rows: int) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
-
-    def step(number: int) -> Tensor:
-        tokens, targets = batch_of(rows, number, rank)
-        optimizer.zero_grad()
-        loss = loss_of(model, tokens, targets)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    step = sgd_loop(model, LEARNING_RATE, token_loss)
+    return lambda number: step(*batch_of(rows, number, rank))
 
 
 def _speed(
@@ -80,7 +81,8 @@ def _speed(
     errors = {}
     for name, model in models.items():
         if name != "compute":
-            loss_of(model, *batch_of(rows, 0, rank)).backward()
+            tokens, targets = batch_of(rows, 0, rank)
+            token_loss(model(tokens), targets).backward()
             inner = model.module if isinstance(model, DistributedDataParallel) else model
             errors[name] = gradient_error(inner, reference)
             model.zero_grad()
@@ -119,80 +121,55 @@ def _hierarchy(rank: int, names: list[str], steps: int) -> dict[str, Trace]:
 
 
 def _regress(model: nn.Module, rank: int) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    step = sgd_loop(model, LEARNING_RATE, F.mse_loss)
 
-    def step(number: int) -> Tensor:
+    def numbered(number: int) -> Tensor:
         generator = torch.Generator().manual_seed(number * 1000 + rank)
-        inputs, targets = torch.randn(2, 4, _WIDTH, generator=generator)
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return step(*torch.randn(2, 4, _WIDTH, generator=generator))
 
-    return step
+    return numbered
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replica", description=__doc__)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--rows", type=int, default=2, help="rows of 32 tokens a rank")
     parser.add_argument("--rate", default="400mbit")
     parser.add_argument("--skip-hierarchy", action="store_true")
-    add_arguments(parser, steps=10)
+    add_arguments(parser, VARIANTS, steps=10)
     options = parser.parse_args()
-    names = [name for name in options.variants.split(",") if name]
-    if unknown := set(names) - set(VARIANTS):
-        parser.error(f"unknown variants {sorted(unknown)}, known are {', '.join(VARIANTS)}")
-    whale = any(name.startswith("whale") for name in names)
+    whale = any(name.startswith("whale") for name in options.variants)
     report = Report("replica", "Replica's gradient reducer against DDP's: an encoder of 84 MB on 4 nodes.")
-    try:
-        _report_speed(report, options, names)
-        if whale:
-            _report_overflow(report, options)
-        if not options.skip_hierarchy:
-            _report_hierarchy(report, options, list(_HIERARCHY) if whale else ["ddp"])
-    except ClusterError as error:
-        print(error)
-        return 1
+    _report_speed(report, options)
+    if whale:
+        _report_overflow(report, options)
+    if not options.skip_hierarchy:
+        _report_hierarchy(report, options, list(_HIERARCHY) if whale else ["ddp"])
     return report.finish(options)
 
 
-def _report_speed(report: Report, options: argparse.Namespace, names: list[str]) -> None:
+def _report_speed(report: Report, options: argparse.Namespace) -> None:
     world = 4
     with tempfile.TemporaryDirectory() as folder, Cluster(world, rate=options.rate, timeout=1800) as cluster:
         reference = Path(folder) / "gradients.pt"
         losses = one_process(options.rows, world, options.warmup + options.steps, reference)
         rate = cluster.measured_rate()
-        results: list[Any] = cluster.run(_speed, names, options.rows, options.steps, options.warmup, reference)
+        results: list[Any] = cluster.run(
+            _speed, options.variants, options.rows, options.steps, options.warmup, reference
+        )
     summaries = summarize([traces for traces, _ in results])
     errors = {
         name: tuple(map(max, zip(*(errors[name] for _, errors in results), strict=True))) for name in results[0][1]
     }
     num_bytes = sum(parameter.nbytes for parameter in make_encoder().parameters())
     rows = []
-    for name in names:
-        own = summaries[name]
+    for name, own in summaries.items():
         share = {"compute": 0.0, "whale_fp16": 0.5, "whale_bf16": 0.5}.get(name, 1.0)
-        wire = 2 * (world - 1) / world * num_bytes * share * 8 / rate
-        loss = max(abs(a - b) for a, b in zip(own.values, losses, strict=True)) if name in errors else None
-        cells = [VARIANTS[name], f"{own.minimum_s * 1e3:.0f}", f"{own.median_s * 1e3:.0f}", f"{wire * 1e3:.0f}"]
-        cells.append(f"{own.sent_bytes / 1e6:.1f}")
-        cells += [f"{loss:.0e}", *(f"{error:.0e}" for error in errors[name])] if loss is not None else ["-", "-", "-"]
-        rows.append(cells)
-    headers = [
-        "variant",
-        "ms, min",
-        "ms, median",
-        "wire limit ms",
-        "MB sent a node",
-        "loss error",
-        "gradient error",
-        "worst parameter",
-    ]
+        wrong = (own.loss_error(losses), *errors[name]) if name in errors else ()
+        row = _times(VARIANTS[name], own, ring_seconds(num_bytes * share, world, rate))
+        rows.append([*row, *([f"{error:.0e}" for error in wrong] or ["-", "-", "-"])])
     report.table(
         f"A step of {num_bytes / 1e6:.0f} MB of parameters, {options.rows} rows a rank; errors against one process",
-        headers,
+        [*_TIMES, "loss error", "gradient error", "worst parameter"],
         rows,
     )
     report.note(
@@ -203,10 +180,19 @@ def _report_speed(report: Report, options: argparse.Namespace, names: list[str])
     _speed_bars(report, summaries, errors, losses)
 
 
+_TIMES = ("variant", "ms, min", "ms, median", "wire limit ms", "MB sent a node")
+
+
+def _times(variant: str, own: Summary, wire_s: float) -> list[str]:
+    """The columns of _TIMES."""
+    milliseconds = (f"{1e3 * seconds:.0f}" for seconds in (own.minimum_s, own.median_s, wire_s))
+    return [variant, *milliseconds, f"{own.sent_bytes / 1e6:.1f}"]
+
+
 def _speed_bars(report: Report, summaries: dict[str, Summary], errors: dict[str, Any], losses: list[float]) -> None:
     for name in ("ddp", "whale"):
         if name in summaries:
-            loss = max(abs(a - b) for a, b in zip(summaries[name].values, losses, strict=True))
+            loss = summaries[name].loss_error(losses)
             report.bar(f"{VARIANTS[name]}: loss error", loss, at_most=1e-5, exact=True)
             report.bar(f"{VARIANTS[name]}: gradient error", errors[name][0], at_most=1e-5, exact=True)
     if "whale_fp16" in errors:
@@ -237,27 +223,14 @@ def _report_hierarchy(report: Report, options: argparse.Namespace, names: list[s
         measured = cluster.measured_rate()
         summaries = summarize(cluster.run(_hierarchy, names, options.steps))
     num_bytes, rows = 4 * _LAYERS * _LAYER_PARAMETERS, []
-    for name in names:
-        own, share = summaries[name], 0.5 if name.endswith("fp16") else 1.0
-        groups = nodes if name.startswith("hier") else nodes * local
-        wire = 2 * (groups - 1) / groups * num_bytes * share * 8 / measured
-        rows.append(
-            [
-                _HIERARCHY[name],
-                *(f"{1e3 * s:.0f}" for s in (own.minimum_s, own.median_s, wire)),
-                f"{own.sent_bytes / 1e6:.1f}",
-            ]
-        )
-    headers = ["variant", "ms, min", "ms, median", "wire limit ms", "MB sent a node"]
+    for name, own in summaries.items():
+        groups, share = nodes if name.startswith("hier") else nodes * local, 0.5 if name.endswith("fp16") else 1.0
+        rows.append(_times(_HIERARCHY[name], own, ring_seconds(num_bytes * share, groups, measured)))
     report.table(
-        f"{nodes} nodes x {local} ranks, {rate}, {num_bytes / 1e6:.0f} MB in {_LAYERS} modelled layers", headers, rows
+        f"{nodes} nodes x {local} ranks, {rate}, {num_bytes / 1e6:.0f} MB in {_LAYERS} modelled layers", _TIMES, rows
     )
     report.data(hierarchy=summaries)
     for suffix in ("", "_fp16"):
         if f"flat{suffix}" in summaries:
             gain = summaries[f"flat{suffix}"].minimum_s / summaries[f"hierarchical{suffix}"].minimum_s
             report.bar(f"hierarchical over flat{suffix.replace('_', ', ')}, minima", gain, at_least=1.0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LEARNING_RATE", "Encoder", "batch_of", "gradient_error", "loss_of", "make_encoder", "one_process"]
+from benchmarks.harness import sgd_loop
+
+__all__ = ["LEARNING_RATE", "Encoder", "batch_of", "gradient_error", "make_encoder", "one_process", "token_loss"]
 
 LEARNING_RATE = 0.1
 _WIDTH, _LAYERS, _WORDS, _LENGTH = 256, 24, 4096, 32
@@ -47,26 +49,21 @@ def batch_of(rows: int, number: int, rank: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cross entropy over all tokens."""
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def one_process(rows: int, world: int, steps: int, path: Path) -> list[float]:
     """Trains on the global batches in one process; writes the first step's gradients to `path`, returns the losses."""
     torch.set_num_threads(max(torch.get_num_threads(), 2))
     model, losses = make_encoder(), []
-    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    step = sgd_loop(model, LEARNING_RATE, token_loss)
     for number in range(steps):
         parts = zip(*(batch_of(rows, number, rank) for rank in range(world)), strict=True)
-        tokens, targets = map(torch.cat, parts)
-        optimizer.zero_grad()
-        loss = loss_of(model, tokens, targets)
-        loss.backward()
+        losses.append(step(*map(torch.cat, parts)).item())
         if number == 0:
             torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, path)
-        optimizer.step()
-        losses.append(loss.item())
     return losses
 
 

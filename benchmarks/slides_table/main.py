@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.cluster import Cluster, ClusterError
-from benchmarks.harness import Report, Step, Summary, Trace, add_arguments, interleave, summarize
+from benchmarks.cluster import Cluster
+from benchmarks.harness import Report, Step, Summary, Trace, add_arguments, interleave, summarize, whole_numbers
 from benchmarks.slides_table.plot import plot
 from benchmarks.slides_table.sizes import GPUS_PER_NODE, LINK_BITS, PUBLISHED, Scale, limit_ms
 from benchmarks.slides_table.variants import FAST, VARIANTS, batch_of, make
@@ -76,43 +76,36 @@ def _measure(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.slides_table", description=__doc__)
-    parser.add_argument("--ranks", default="8,16,32,64")
-    parser.add_argument("--batches", default="4,8,16,32", help="images a rank; at most 8, or a multiple of 8")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--ranks", type=whole_numbers, default="8,16,32,64")
+    parser.add_argument(
+        "--batches", type=whole_numbers, default="4,8,16,32", help="images a rank; at most 8, or a multiple of 8"
+    )
     parser.add_argument("--half", choices=("bfloat16", "float16"), default="bfloat16", help="the half-precision wire")
     parser.add_argument("--size-scale", type=int, default=32, help="tensors are this many times smaller")
     parser.add_argument("--time-scale", type=float, default=60, help="at 64 ranks, less in proportion below")
     parser.add_argument("--slow-steps", type=int, default=2, help="steps of data-parallel variants")
     parser.add_argument("--bar", action="store_true", help="64 ranks, batch 8, times x 240, without DDP: 12 minutes")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
-    add_arguments(parser)
+    add_arguments(parser, VARIANTS)
     options = parser.parse_args()
     if options.bar:
-        options.ranks, options.batches, options.time_scale = "64", str(_BAR_BATCH), _BAR_TIME_SCALE
-        options.variants = ",".join(n for n in options.variants.split(",") if n in ("flat", *FAST))
-    names = tuple(name for name in options.variants.split(",") if name)
-    if unknown := set(names) - set(VARIANTS):
-        parser.error(f"unknown variants {sorted(unknown)}, known are {', '.join(VARIANTS)}")
-    if "flat" not in names:
+        options.ranks, options.batches, options.time_scale = [64], [_BAR_BATCH], _BAR_TIME_SCALE
+        options.variants = [name for name in options.variants if name in ("flat", *FAST)]
+    if "flat" not in options.variants:
         parser.error("variant flat is what the others are compared with")
     name = "slides_table" + (", one cell" if options.bar else "")
     report = Report(name, "ResNet-50 with 100 000 classes: data parallelism against the split classifier.")
     cells: dict[tuple[int, int], dict[str, Summary]] = {}
-    try:
-        for ranks in map(int, options.ranks.split(",")):
-            for batch in map(int, options.batches.split(",")):
-                cell = _cell(options, ranks, batch, names)
-                cells[ranks, batch], errors = _run(cell)
-                _report_cell(report, cell, cells[ranks, batch], errors)
-    except ClusterError as error:
-        print(error)
-        return 1
+    for ranks in options.ranks:
+        for batch in options.batches:
+            cell = _cell(options, ranks, batch)
+            cells[ranks, batch], errors = _run(cell)
+            _report_cell(report, cell, cells[ranks, batch], errors)
     return _finish(report, options, cells)
 
 
-def _cell(options: argparse.Namespace, ranks: int, batch: int, names: tuple[str, ...]) -> Cell:
-    if batch != _BAR_BATCH:
-        names = tuple(name for name in names if name not in _ONCE)
+def _cell(options: argparse.Namespace, ranks: int, batch: int) -> Cell:
+    names = tuple(name for name in options.variants if batch == _BAR_BATCH or name not in _ONCE)
     scale = Scale(options.size_scale, options.time_scale * ranks / 64, min(batch, 8))
     return Cell(ranks, batch, scale, names, options.slow_steps, options.steps, getattr(torch, options.half))
 
@@ -139,36 +132,36 @@ def _worlds(names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [first, *(tuple(slow[index : index + 2]) for index in range(0, len(slow), 2))]
 
 
+def _limit_ms(cell: Cell, name: str) -> float:
+    return limit_ms(
+        cell.ranks,
+        cell.batch,
+        split=name in FAST,
+        wire_bytes=2 if name.endswith("half") else 4,
+        two_level=name not in ("flat", "ddp"),
+        overlap=name != "flat",
+    )
+
+
 def _report_cell(report: Report, cell: Cell, summaries: dict[str, Summary], errors: dict[str, float]) -> None:
     flat, rows = summaries["flat"], []
-    losses: list[float] = []
-    for name in cell.names:
-        own = summaries[name]
-        losses.append(max(abs(a - b) for a, b in zip(own.values, flat.values, strict=True)))
-        half = name.endswith("half")
-        limit = limit_ms(
-            cell.ranks,
-            cell.batch,
-            split=name in FAST,
-            wire_bytes=2 if half else 4,
-            two_level=name not in ("flat", "ddp"),
-            overlap=name != "flat",
-        )
+    losses = {name: own.loss_error(flat.values) for name, own in summaries.items()}
+    for name, own in summaries.items():
         rows.append(
             [
                 VARIANTS[name],
                 f"{own.minimum_s / cell.scale.time * 1e3:.1f}",
                 f"{own.median_s / cell.scale.time * 1e3:.1f}",
-                f"{limit:.1f}",
+                f"{_limit_ms(cell, name):.1f}",
                 f"{flat.minimum_s / own.minimum_s:.2f}x",
                 f"{flat.median_s / own.median_s:.2f}x",
                 f"{own.sent_bytes * cell.scale.size / 1e6:.0f}",
-                f"{losses[-1]:.0e}",
+                f"{losses[name]:.0e}",
                 f"{errors[name]:.0e}",
             ]
         )
     where = f"{cell.ranks} ranks, batch {cell.batch}"
-    report.bar(f"{where}: worst loss error", max(losses), at_most=1e-3, exact=True)
+    report.bar(f"{where}: worst loss error", max(losses.values()), at_most=1e-3, exact=True)
     for kind, half, bound in (("fp32", False, 1e-4), ("half wire", True, 2e-2)):
         worst = max((errors[name] for name in cell.names if name.endswith("half") is half), default=0.0)
         report.bar(f"{where}: worst update error, {kind}", worst, at_most=bound, exact=True)
@@ -252,7 +245,3 @@ def _largest_batch(ratios: dict[int, float], wanted: float) -> str:
             batch = low + (high - low) * (ratios[low] - wanted) / (ratios[low] - ratios[high])
             return f"at 64 ranks {wanted}x holds up to {batch:.1f} images a rank (between {low} and {high})"
     return f"at 64 ranks {wanted}x holds up to the largest batch measured, {batches[-1]}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

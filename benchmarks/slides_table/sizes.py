@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from benchmarks.cluster import ModelledLayer
+from benchmarks.harness import ring_seconds
 
 __all__ = [
     "CLASSES",
@@ -105,7 +106,7 @@ def limit_ms(
     features = sum(parameters for parameters, _ in resnet50_blocks())
     reduced = features if split else features + (WIDTH + 1) * CLASSES
     groups = nodes if two_level else ranks
-    wire = 2 * (groups - 1) / groups * reduced * wire_bytes * 8 / LINK_BITS
+    wire = ring_seconds(reduced * wire_bytes, groups, LINK_BITS)
     bridges = 2 * (ranks - GPUS_PER_NODE) * batch * WIDTH * 4 * 8 / LINK_BITS if split else 0.0
     backward = compute * 2 / 3
     return 1e3 * (compute / 3 + bridges + (max(backward, wire) if overlap else backward + wire))

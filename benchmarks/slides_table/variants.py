@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import whale_torch as wh
 from benchmarks.handwritten import FlatWire, HierarchicalWire, SplitStep, share_buffers
+from benchmarks.harness import sgd_loop
 from benchmarks.slides_table.sizes import GPUS_PER_NODE, Scale
 
 __all__ = ["FAST", "VARIANTS", "Variant", "batch_of", "make"]
@@ -69,18 +70,10 @@ class _Loop:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.optimizer = torch.optim.SGD(module.parameters(), _LEARNING_RATE)
+        self._step = sgd_loop(module, _LEARNING_RATE)
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.module(inputs), labels)
-        loss.backward()
-        self.finish()
-        self.optimizer.step()
-        return loss.detach()
-
-    def finish(self) -> None:
-        """What is left to do between backward and the optimizer."""
+        return self._step(inputs, labels)
 
     def features(self) -> Tensor:
         model = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
@@ -93,6 +86,7 @@ class _Flat(_Loop):
     def __init__(self, scale: Scale) -> None:
         super().__init__(_Model(*_parts(scale)))
         (self.buffer,) = share_buffers(list(self.module.parameters()), 1 << 60)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), _LEARNING_RATE)
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         self.buffer.zero_()

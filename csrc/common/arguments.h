@@ -11,13 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "numeric.h"
+
 namespace whale {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-enum Dtype { kFloat = 0, kBf16 = 1, kFp16 = 2, kDouble = 3 };
-constexpr int kNumDtypes = 4;
 
 // By torch's own number for it: a bucket asks this of hundreds of tensors.
 inline Dtype dtype_of(const Tensor& tensor, const char* op) {

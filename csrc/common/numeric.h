@@ -14,6 +14,10 @@
 
 namespace whale {
 
+// Tables over element types are in this order.
+enum Dtype { kFloat = 0, kBf16 = 1, kFp16 = 2, kDouble = 3 };
+constexpr int kNumDtypes = 4;
+
 struct Bf16 {
   uint16_t bits;
 };

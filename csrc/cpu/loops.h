@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-namespace whale::cpu {
+#include "../common/numeric.h"
 
-constexpr int kDtypes = 4;
+namespace whale::cpu {
 
 // A strided tensor in logical order: `dims` sizes and strides, outer to inner.
 struct Strided {
@@ -16,14 +16,14 @@ struct Strided {
 
 struct BucketLoops {
   // [from][to], dense on both sides. `checked` tells whether a value read was not finite.
-  void (*cast[kDtypes][kDtypes])(const void* from, void* to, int64_t count, double scale);
-  bool (*cast_checked[kDtypes][kDtypes])(const void* from, void* to, int64_t count, double scale);
+  void (*cast[kNumDtypes][kNumDtypes])(const void* from, void* to, int64_t count, double scale);
+  bool (*cast_checked[kNumDtypes][kNumDtypes])(const void* from, void* to, int64_t count, double scale);
   // Elements begin .. begin + count of a strided tensor, to or from dense memory.
-  void (*gather[kDtypes][kDtypes])(const void* from, Strided layout, int64_t begin, void* to, int64_t count, double scale);
-  bool (*scatter[kDtypes][kDtypes])(const void* from, void* to, Strided layout, int64_t begin, int64_t count,
+  void (*gather[kNumDtypes][kNumDtypes])(const void* from, Strided layout, int64_t begin, void* to, int64_t count, double scale);
+  bool (*scatter[kNumDtypes][kNumDtypes])(const void* from, void* to, Strided layout, int64_t begin, int64_t count,
                                     double scale);
   // The largest magnitude, as the bits of a float.
-  uint32_t (*largest[kDtypes])(const void* from, int64_t count);
+  uint32_t (*largest[kNumDtypes])(const void* from, int64_t count);
 };
 
 struct StatsRows {
@@ -47,8 +47,8 @@ struct GradRows {
 };
 
 struct SoftmaxLoops {
-  void (*stats[kDtypes])(const StatsRows& rows, int64_t begin, int64_t end);
-  void (*grad[kDtypes])(const GradRows& rows, int64_t begin, int64_t end);
+  void (*stats[kNumDtypes])(const StatsRows& rows, int64_t begin, int64_t end);
+  void (*grad[kNumDtypes])(const GradRows& rows, int64_t begin, int64_t end);
 };
 
 namespace baseline {

@@ -39,7 +39,8 @@ __device__ __forceinline__ Piece piece_of_block(const Table& table) {
   return {low, begin, left < kBlockElements ? left : kBlockElements};
 }
 
-// visit(from element, reference to the element to write) for each element, in 16-byte accesses where both sides allow.
+// to[i] = cast(from[i] * scale) by the threads of a block, in 16-byte accesses where both sides allow. Returns whether an
+// element that this thread read was not finite.
 template <class From, class To>
 __device__ __forceinline__ bool cast_piece(const From* from, To* to, int64_t count, ScaledCast<To, From> operation) {
   constexpr int N = kVector<From, To>;

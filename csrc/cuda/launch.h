@@ -1,4 +1,4 @@
-// What every launch needs: the current stream, a check of the launch, 16-byte accesses, block-wide reductions.
+// What every launch needs: the current stream, a check of the launch, the element type, 16-byte accesses.
 #pragma once
 
 #include <cuda_runtime.h>

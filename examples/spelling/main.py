@@ -132,7 +132,7 @@ def main() -> None:
     rank, world = wh.data_rank(model)
     console = Console(quiet=rank != 0)
     console.print(f"{len(words):,} words to tell apart, {world} ranks, {world * args.batch} misspellings a step\n")
-    console.print(str(wh.plan(model)), markup=False, highlight=False)
+    console.print(str(wh.plan(model)), markup=False, highlight=False, soft_wrap=True)
 
     data = Misspellings(words, args.steps * args.batch * world, seed=1)
     train(model, loader(model, data, args.batch, shuffle=True), console)
@@ -140,7 +140,7 @@ def main() -> None:
     held_out = Misspellings(words, 2000, seed=2, held_out=True)
     found = accuracy_on(model, loader(model, held_out, 250, shuffle=False))
     console.print(
-        f"\nRight on {found:.1%} of {len(held_out):,} misspellings it never saw. Ten that people really write:"
+        f"\nRight on {found:.1%} of {len(held_out):,} misspellings it never saw.\nTen that people really write:"
     )
     table = Table("written", "corrected", "meant")
     answers = correct(model, words, list(SEEN_IN_THE_WILD))
@@ -150,10 +150,10 @@ def main() -> None:
 
     if world > 1:
         letters = torch.stack([data[index][0] for index in range(args.batch)])
-        table = Table("words", "split", "DistributedDataParallel", "", title="Time of a training step")
+        table = Table("words", "split", "DistributedDataParallel", "split is", title="Time of a training step")
         for size in sorted({len(words), max(len(words), args.compare)}):
             ours, ddp = compare_with_ddp(size, letters)
-            table.add_row(f"{size:,}", f"{1e3 * ours:.0f} ms", f"{1e3 * ddp:.0f} ms", f"{ddp / ours:.1f} times")
+            table.add_row(f"{size:,}", f"{1e3 * ours:.0f} ms", f"{1e3 * ddp:.0f} ms", f"{ddp / ours:.1f} x as fast")
         console.print(table)
         dist.destroy_process_group()
 

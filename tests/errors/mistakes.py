@@ -381,16 +381,31 @@ def two_batch_dims(rank: int, n: int) -> None:
 
 @mistake(
     P,
-    "A strategy that this version does not run",
+    "A pipeline, or another scope that this version does not run",
     wh.PlanError,
     r"wh\.pipeline\(num_micro_batches=4\) is annotated, but this version runs wh\.replica and wh\.split only",
     site=True,
 )
 def pipeline_in_this_version(rank: int, n: int) -> None:
-    """The scope can be opened and planned for later; it is not run yet."""
+    """wh.pipeline, wh.stage, wh.auto_parallel, wh.recompute and wh.cpu_offload can be written and their nesting is
+    checked, but no plan runs them yet: take them off. The fix names what serves the same end today."""
     with wh.pipeline(num_micro_batches=4), wh.stage():
         first = nn.Linear(4, 4)
     wh.plan(nn.Sequential(first), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
+
+
+@mistake(
+    P,
+    "A stage without a pipeline",
+    wh.AnnotationError,
+    r"module '0': wh\.stage\(\) at .* is not inside wh\.pipeline\(\)",
+    site=True,
+)
+def stage_alone(rank: int, n: int) -> None:
+    """A stage is a part of a pipeline, and pipelines are not run yet."""
+    with wh.stage():
+        first = nn.Linear(4, 4)
+    wh.plan(nn.Sequential(first))
 
 
 @mistake(
@@ -499,6 +514,13 @@ def world_without_rank(rank: int, n: int) -> None:
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "2"}):
         os.environ.pop("RANK", None)
         wh.parallelize(classifier())
+
+
+@mistake(A, "A GPU where there is none", wh.PlanError, r"device='cuda' was asked for, but torch sees no CUDA device")
+def no_cuda_device(rank: int, n: int) -> None:
+    """Without device= every rank takes a GPU of its own where there are some, and the CPU elsewhere."""
+    with mock.patch("torch.cuda.device_count", lambda: 0):  # on any machine
+        wh.parallelize(classifier(), device="cuda")
 
 
 @mistake(
@@ -628,6 +650,41 @@ def rank_zero_only(rank: int, n: int) -> None:
 
 @mistake(
     W,
+    "Evaluated on one rank only",
+    wh.CommError,
+    r"model\(\.\.\.\) in evaluation of Sequential: .*failed on rank 0|rank 0 waited in 'rows of a split's input'",
+    ranks=2,
+    alone=True,
+    same=False,
+)
+def evaluated_on_rank_zero(rank: int, n: int) -> None:
+    """Each rank holds a part of the classes: all of them call the model, and one of them prints."""
+    model = wh.parallelize(classifier(), timeout=3).eval()
+    if rank == 0:
+        with torch.no_grad():
+            print(model(torch.ones(2, 4)).argmax(1))
+    wh.reduce(0.0)
+
+
+@mistake(
+    W,
+    "The whole state dict on one rank only",
+    wh.CommError,
+    r"wh\.full_state_dict\(model\): .*failed on rank 0|rank 0 waited in 'the whole of '1\.weight' \(wh\.full_state",
+    ranks=2,
+    alone=True,
+    same=False,
+)
+def state_of_rank_zero(rank: int, n: int) -> None:
+    """The parts of all ranks are brought together: all of them call it, and one of them writes the file."""
+    model = wh.parallelize(classifier(), timeout=3)
+    if rank == 0:
+        torch.save(wh.full_state_dict(model), io.BytesIO())
+    wh.reduce(0.0)
+
+
+@mistake(
+    W,
     "Sequences of different lengths",
     wh.LayoutError,
     r"queries and keys of lengths \(3, 3\) and \(4, 4\)",
@@ -729,6 +786,31 @@ def no_sync_on_a_plain_model(rank: int, n: int) -> None:
     """A plain model has nothing to postpone."""
     with wh.no_sync(nn.Linear(4, 4)):
         pass
+
+
+@mistake(
+    T,
+    "A model that was never parallelized",
+    wh.PlanError,
+    r"wh\.batch_sampler needs a parallelized model, got Sequential",
+)
+def never_parallelized(rank: int, n: int) -> None:
+    """Scopes alone change nothing: a script that forgets wh.parallelize trains one model of its own on each rank. What
+    takes the model says so: wh.batch_sampler, wh.sampler, wh.data_rank, wh.no_sync, wh.full_state_dict, wh.GradScaler;
+    and wh.clip_grad_norm_ where several ranks run."""
+    wh.batch_sampler(classifier(), range(64), 8)
+
+
+@mistake(
+    T,
+    "Several metrics in one call",
+    wh.PlanError,
+    r"wh\.reduce takes a number or a tensor, got dict \{'loss': 1\.0\}",
+    site=True,
+)
+def reduce_of_a_dict(rank: int, n: int) -> None:
+    """Values are reduced one by one, or as one tensor."""
+    wh.reduce({"loss": 1.0})  # type: ignore[type-var]
 
 
 @mistake(T, "An unknown reduction of a metric", wh.PlanError, r"""wh\.reduce knows "mean" and "sum", got 'max'""")

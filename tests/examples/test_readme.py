@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests.world import world
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/spelling/README.md", "docs/design.md"]
+PAGES += ["docs/guide.md", "docs/errors.md"]
 
 
 def _blocks(page: str, language: str) -> list[str]:
@@ -34,7 +37,7 @@ def test_python_runs(index: int, n: int) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
 
 
@@ -42,3 +45,20 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_make_targets_exist(page: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^make ([a-z-]+)", "".join(_blocks(page, "")), re.MULTILINE)) <= targets
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_demo_installs_only_what_it_needs() -> None:
+    """What make would run where nothing is installed."""
+    told = {
+        target: subprocess.run(
+            ["make", "-n", target, "VENV=nowhere", "PYTHON=python3.12", "VERSION=3.12"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout
+        for target in ("demo", "test")
+    }  # fmt: skip
+    for text in told.values():
+        assert 'install --quiet --no-build-isolation --editable ".[demo]"' in text
+    tools = ("transformers", "pytest", "mypy", "extra ==")
+    assert [tool for tool in tools if tool in told["demo"]] == []
+    assert [tool for tool in tools if tool in told["test"]] == list(tools)

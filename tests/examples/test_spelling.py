@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import whale_torch as wh
 from examples.spelling.data import LENGTH, SEEN_IN_THE_WILD, Misspellings, edit, encode, is_held_out, vocabulary
+from examples.spelling.model import SpellingCorrector
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,9 +68,14 @@ def test_an_edit_is_one_slip() -> None:
 def test_main_runs_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "examples.spelling.main", "--classes", "60", "--steps", "60", "--batch", "30", "--compare", "0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     accuracy = re.search(r"Right on ([0-9.]+)%", done.stdout)
     assert accuracy is not None and float(accuracy[1]) > 50, done.stdout
     assert "60 words to tell apart, 2 ranks" in done.stdout and "DistributedDataParallel" in done.stdout
+    plan = str(wh.plan(SpellingCorrector(60), cluster=wh.Cluster.of(1, 2)))
+    told = [line for line in plan.splitlines() if "model.py" not in line]  # the rest begins with the place of the call
+    assert [line for line in told if line not in done.stdout.splitlines()] == [], "not cut at 80 columns"
+    heads = [line for line in done.stdout.splitlines() if line.startswith("┃")]
+    assert heads and all(cell.strip() for line in heads for cell in line.strip("┃").split("┃")), heads

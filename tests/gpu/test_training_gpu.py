@@ -35,26 +35,24 @@ def _batch() -> tuple[Tensor, Tensor]:
     return torch.randn(24, 16, generator=generator), torch.randint(0, 1003, (24,), generator=generator)
 
 
-def _train(rank: int, ranks: int, reduce_dtype: torch.dtype) -> list[Tensor]:
-    model = wh.parallelize(Classifier(True, reduce_dtype))
-    assert next(model.parameters()).is_cuda
+def _three_steps(model: nn.Module, x: Tensor, y: Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = (part.cuda() for part in (t.chunk(ranks)[rank] for t in _batch()))
     for _ in range(3):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
+
+
+def _train(rank: int, ranks: int, reduce_dtype: torch.dtype) -> list[Tensor]:
+    model = wh.parallelize(Classifier(True, reduce_dtype))
+    assert next(model.parameters()).is_cuda
+    _three_steps(model, *(t.chunk(ranks)[rank].cuda() for t in _batch()))
     return [value.cpu() for value in wh.full_state_dict(model).values()]
 
 
 def _reference() -> list[Tensor]:
     model = Classifier(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = _batch()
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    _three_steps(model, *_batch())
     return [value.detach() for value in model.state_dict().values()]
 
 

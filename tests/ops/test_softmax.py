@@ -104,6 +104,19 @@ def test_cross_entropy_gradcheck(smoothing: float) -> None:
     )
 
 
+@pytest.mark.parametrize("label", [6, -1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_label_that_is_no_class_is_never_a_number(weighted: bool, label: int) -> None:
+    logits, target = torch.randn(3, 6, requires_grad=True), torch.tensor([0, label, -100])
+    weight = torch.rand(6) if weighted else None
+    for loss in (
+        ops.cross_entropy(logits, target, weight=weight),
+        ops.linear_cross_entropy(logits, torch.eye(6), None, target, class_weight=weight, chunk=4),
+    ):
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert loss.isnan() and gradient[:2].isnan().any()
+
+
 def test_writing_over_logits_is_seen_by_autograd() -> None:
     inputs = torch.randn(3, 4, requires_grad=True)
     logits = inputs.exp()

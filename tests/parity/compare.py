@@ -60,7 +60,6 @@ class Model(nn.Module):
     dims: tuple[int | None, ...] = (0,)
     output_dim = 0
     rows = 12
-    dropout_free = True
 
     @staticmethod
     def batch(rows: int) -> tuple[Any, ...]:
@@ -80,7 +79,6 @@ class Run:
     state: dict[str, Tensor]
     output: list[Tensor]
     gathered: list[tuple[str, str]] = field(default_factory=list)
-    calls: int = 0
 
 
 def take(value: Any, dim: int | None, start: int, length: int) -> Any:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from whale_torch.state import full_tensor
+from tests.parity.metric import gradients
 
-__all__ = ["LAYOUTS", "WIDTH", "Net", "backward", "batch", "build", "gradients", "mine"]
+__all__ = ["LAYOUTS", "WIDTH", "Net", "backward", "batch", "build", "gradients", "mine", "step"]
 
 WIDTH, CLASSES = 6, 11
 
@@ -81,6 +81,7 @@ def backward(
     return loss.detach()
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by name: a collective where something is cut."""
-    return {name: full_tensor(p, p.grad) for name, p in model.named_parameters() if p.grad is not None}
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    backward(model, x, y)
+    optimizer.step()

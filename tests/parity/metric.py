@@ -1,15 +1,22 @@
-"""How far n ranks are from one process: the one measure of all parity tests (docs/design.md, 6)."""
+"""How far n ranks are from one process: what all parity tests compare, by one measure (docs/design.md, 6)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["relative_error", "relative_errors"]
+from whale_torch.state import full_tensor
+
+__all__ = ["gradients", "relative_error", "relative_errors"]
 
 _FLOOR = 0.01
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Whole gradients by name, copies; None where there is none. A collective where something is cut."""
+    return {name: None if p.grad is None else full_tensor(p, p.grad) for name, p in model.named_parameters()}
 
 
 def relative_errors(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> dict[str, float]:

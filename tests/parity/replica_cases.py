@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import whale_torch as wh
+from tests.parity.metric import gradients
 
 Batch = tuple[Tensor, Tensor]
 CLASSES, WIDTH = 5, 6
@@ -187,10 +188,6 @@ def rows_of(n: int, kind: str) -> list[int]:
 
 def share(batch: Batch, rows: list[int], feed: int) -> Batch:
     return batch[0].split(rows)[feed], batch[1].split(rows)[feed]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 @dataclass

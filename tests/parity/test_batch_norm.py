@@ -170,9 +170,7 @@ def shared_rank(rank: int, n: int, rows: list[int]) -> tuple[dict[str, Tensor | 
     x = torch.randn(sum(rows), 4, generator=torch.Generator().manual_seed(2)).split(rows)[rank // 2]
     out = model(x)
     out.rows().square().mean().backward()
-    from whale_torch.state import full_tensor
-
-    return {name: full_tensor(p, p.grad) for name, p in model.named_parameters()}, wh.full_state_dict(model)
+    return gradients(model), wh.full_state_dict(model)
 
 
 def test_shared_rows_count_once() -> None:
@@ -215,7 +213,6 @@ def of_images(images: bool, rows: int) -> Tensor:
 def inside_rank(
     rank: int, n: int, scopes: str, images: bool, options: dict[str, Any], rows: list[int], mutation: str = ""
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor], Tensor]:
-    from whale_torch.state import full_tensor
     from whale_torch.strategies import batch_norm
 
     torch.set_default_dtype(torch.float64)
@@ -231,7 +228,7 @@ def inside_rank(
     out = model(x)
     out = out.rows() if hasattr(out, "rows") else out
     (out.square().mean() if len(x) else out.sum()).backward()
-    found = {name: full_tensor(p, p.grad) for name, p in model.named_parameters()}
+    found = gradients(model)
     with torch.no_grad():
         evaluated = model.eval()(x)
     return found, wh.full_state_dict(model), evaluated

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.metric import relative_error
+from tests.parity.metric import gradients, relative_error
 from tests.world import world
-from whale_torch.state import full_tensor
 
 BAR = 2e-5
 
@@ -43,7 +42,12 @@ def _chain(g: nn.Module, d: nn.Module, x: Tensor, kind: str) -> Tensor:
 
 
 def _errors(rank: int, n: int, kind: str, rows: list[int], scope: str) -> tuple[float, float]:
-    made = {"replica": wh.replica, "split": wh.split, "sum": lambda: wh.replica(loss="sum")}[scope]
+    made = {
+        "replica": wh.replica,
+        "split": wh.split,
+        "columns": lambda: wh.split(cut="columns"),
+        "sum": lambda: wh.replica(loss="sum"),
+    }[scope]
     (g, pg), (d, pd) = _models(0, made), _models(1, made)
     x = torch.randn(sum(rows), 4, generator=torch.Generator().manual_seed(2))
 
@@ -56,13 +60,13 @@ def _errors(rank: int, n: int, kind: str, rows: list[int], scope: str) -> tuple[
 
 
 def _error(model: nn.Module, plain: nn.Module) -> float:
-    found = {name: None if p.grad is None else full_tensor(p, p.grad) for name, p in model.named_parameters()}
-    return relative_error(found, {name: p.grad for name, p in plain.named_parameters()})
+    return relative_error(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
 
 
 @pytest.mark.parametrize("kind", ["two models", "one model twice", "recurrent", "both ways"])
 @pytest.mark.parametrize(
-    ("scope", "rows"), [("replica", [3, 1]), ("replica", [2, 0, 1]), ("split", [3, 1]), ("sum", [2, 2])]
+    ("scope", "rows"),
+    [("replica", [3, 1]), ("replica", [2, 0, 1]), ("split", [3, 1]), ("columns", [3, 1]), ("sum", [2, 2])],
 )
 def test_rows_are_weighed_once(kind: str, scope: str, rows: list[int]) -> None:
     for errors in world(len(rows), _errors, kind, rows, scope):

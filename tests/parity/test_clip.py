@@ -155,6 +155,17 @@ def test_parameters_of_a_plain_model_are_torchs() -> None:
     assert wh.clip_grad_norm_([], 1.0) == 0.0
 
 
+def test_a_model_that_was_never_parallelized_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scopes and among several ranks; a plain model is torch's there too."""
+    model, plain = build("own"), nn.Linear(2, 2)
+    assert wh.clip_grad_norm_(model, 1.0) == 0.0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PlanError, match=r"got a Net with scopes that is not parallelized: each of 2 ranks") as caught:
+        wh.clip_grad_norm_(model, 1.0)
+    assert caught.value.fix == "model = wh.parallelize(model) first" and "layouts.py" in str(caught.value.where)
+    assert wh.clip_grad_norm_(plain, 1.0) == 0.0
+
+
 def _in_another_order(rank: int, n: int, layout: str) -> float:
     """The parameters of rank 1 come in another order, as those of a set do."""
     model = wh.parallelize(build(layout))

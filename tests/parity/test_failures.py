@@ -76,6 +76,24 @@ def _refuse(grad: Tensor) -> None:
     raise ValueError("a gradient that is not wanted")
 
 
+def _evaluates_alone(case: Case, rank: int) -> None:
+    if rank == 0:
+        with torch.no_grad():
+            case.model.eval()(case.x[case.here])
+    _step(case)
+
+
+def _evaluates_alone_at_the_end(case: Case, rank: int) -> None:
+    if rank == 0:
+        case.model.eval()(case.x[case.here])
+
+
+def _keeps_the_state_alone(case: Case, rank: int) -> None:
+    if rank == 0:
+        wh.full_state_dict(case.model)
+    _step(case)
+
+
 def _is_killed(case: Case, rank: int) -> None:
     _step(case)
     if rank == 1:
@@ -113,6 +131,7 @@ SCRIPTS: dict[str, Callable[[Case, int], None]] = {
     for function in (
         *(_metric_on_rank_0, _metric_before_backward, _metric_after_the_step, _raises, _raises_in_backward),
         *(_is_killed, _sleeps, _skips_backward),
+        *(_evaluates_alone, _evaluates_alone_at_the_end, _keeps_the_state_alone),
     )
 }
 
@@ -156,6 +175,28 @@ def test_an_operation_on_one_rank_while_others_run_backward(layout: str) -> None
 def test_an_operation_on_one_rank_after_the_step(layout: str) -> None:
     for o in _outcomes(2, "metric_after_the_step", layout):
         assert isinstance(o.error, CommError) and "argmax" in str(o.error), o.error
+
+
+@pytest.mark.parametrize("layout", ["own", "shared"])
+def test_an_evaluation_on_one_rank_only(layout: str) -> None:
+    mine, other = _outcomes(2, "evaluates_alone", layout)
+    assert isinstance(mine.error, CommError) and isinstance(other.error, CommError), (mine, other)
+    assert str(mine.error).startswith("model(...) in evaluation of "), mine.error
+    assert "call the model on all ranks together, to evaluate too" in str(mine.error)
+    if layout == "own":
+        assert "rank 0: 'model(...) in evaluation' (number" in str(other.error), other.error
+
+
+def test_an_evaluation_after_the_others_ended() -> None:
+    mine, _ = _outcomes(2, "evaluates_alone_at_the_end", "own")
+    assert isinstance(mine.error, CommError) and "model(...) in evaluation of " in str(mine.error), mine
+
+
+def test_a_whole_state_dict_on_one_rank_only() -> None:
+    mine, other = _outcomes(2, "keeps_the_state_alone", "own")
+    assert isinstance(mine.error, CommError) and str(mine.error).startswith("wh.full_state_dict(model): "), mine
+    assert "call wh.full_state_dict(model) on every rank" in str(mine.error)
+    assert isinstance(other.error, CommError) and "wh.full_state_dict is called on every rank" in str(other.error)
 
 
 @pytest.mark.parametrize(("n", "layout"), [(3, "own"), (4, "shared"), (3, "replica")])

@@ -18,6 +18,7 @@ from tests.parity.split_case import BAR, Case, Use, build, compare, gradients_of
 from tests.world import world
 from whale_torch.comm import loss as loss_module
 from whale_torch.comm.columns import Columns, Deferred, Hold
+from whale_torch.comm.region import MOST_NUMBERS
 from whale_torch.errors import LossError
 
 IGNORED = -100
@@ -741,3 +742,19 @@ def test_ranks_of_one_replica_have_the_same_labels() -> None:
     assert first == second
     with pytest.raises(wh.LayoutError, match=r"cross_entropy: the ranks of .* come with different numbers"):
         world(2, _labels_of_one_replica, True)
+
+
+def _many_labels(rank: int, n: int, rows: int, ignore_index: int) -> float:
+    case = build(rank, n, "own", 10, [rows, rows - 1])
+    case.y[::3] = ignore_index
+
+    def use(z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z, y, ignore_index=ignore_index)
+
+    return compare(case, use, whole_batch=True)
+
+
+@pytest.mark.parametrize("rows", [MOST_NUMBERS - 1, MOST_NUMBERS, MOST_NUMBERS + 1])
+@pytest.mark.parametrize("ignore_index", [-100, 7, 1 << 40])
+def test_labels_travel_with_what_the_ranks_agree_on_or_after_it(rows: int, ignore_index: int) -> None:
+    assert max(world(2, _many_labels, rows, ignore_index)) < BAR

@@ -59,7 +59,7 @@ class Branches(nn.Module):
         return loss
 
 
-def batch(rows: list[int], form: str) -> tuple[Tensor, ...]:
+def batch(rows: list[int]) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(3)
     n = sum(rows)
     x = torch.randn(n, 4, generator=generator)
@@ -72,7 +72,7 @@ def batch(rows: list[int], form: str) -> tuple[Tensor, ...]:
 def branches_rank(rank: int, n: int, form: str, rows: list[int]) -> list[dict[str, Tensor | None]]:
     torch.manual_seed(0)
     model = wh.parallelize(Branches(form), timeout=20.0)
-    whole = batch(rows, form)
+    whole = batch(rows)
     found = []
     for step in range(2):
         model.zero_grad()
@@ -101,7 +101,7 @@ def in_one_process(form: str, rows: list[int]) -> list[dict[str, Tensor | None]]
     model, found = Branches(form), []
     for step in range(2):
         model.zero_grad()
-        model(*(t if step == 0 else t.flip(0) for t in batch(rows, form))).backward()
+        model(*(t if step == 0 else t.flip(0) for t in batch(rows))).backward()
         found.append(gradients(model))
     return found
 
@@ -129,7 +129,7 @@ def test_more_losses_than_the_first_message_holds(per_node: int) -> None:
         for step, mine in enumerate(found):
             torch.manual_seed(0)
             model = Branches("many")
-            x, words, _ = (t if step == 0 else t.flip(0) for t in batch(rows, "many"))
+            x, words, _ = (t if step == 0 else t.flip(0) for t in batch(rows))
             parts = list(zip(x.split(rows), words.split(rows), strict=True))
             called = [int((w != IGNORED).sum()) for _, w in parts]
             total = torch.zeros(())

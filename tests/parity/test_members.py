@@ -16,7 +16,6 @@ import whale_torch as wh
 from tests.parity.metric import relative_error
 from tests.parity.replica_cases import gradients
 from tests.world import world
-from whale_torch.state import full_tensor
 from whale_torch.strategies.members import Members
 
 BAR = 2e-5
@@ -100,7 +99,7 @@ def _changed(rank: int, n: int, change: str) -> dict[str, Tensor | None]:
     for _ in range(2):
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
-    return {name: None if p.grad is None else full_tensor(p, p.grad) for name, p in model.named_parameters()}
+    return gradients(model)
 
 
 @pytest.mark.parametrize("change", LEGAL)
@@ -122,7 +121,7 @@ def _converted(rank: int, n: int) -> tuple[dict[str, Tensor | None], str]:
     model.zero_grad()
     model.double()
     F.cross_entropy(model(x.double()), y).backward()
-    found = {name: None if p.grad is None else full_tensor(p, p.grad) for name, p in model.named_parameters()}
+    found = gradients(model)
     model.features[0].float()
     with pytest.raises(wh.PlanError) as caught:
         model(x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.layouts import LAYOUTS, Net, backward, batch, build, mine
+from tests.parity.layouts import LAYOUTS, Net, backward, batch, build, mine, step
 from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.errors import CheckpointError, PlanError
@@ -118,10 +118,8 @@ def trains(rank: int, n: int) -> float:
     plain.load_state_dict(wh.full_state_dict(model))
     theirs = torch.optim.Adam(plain.parameters(), lr=0.01)
     for _ in range(3):
-        optimizer.zero_grad(), theirs.zero_grad()
-        backward(model, *mine(model, *batch()))
-        backward(plain, *batch())
-        optimizer.step(), theirs.step()
+        step(model, optimizer, *mine(model, *batch()))
+        step(plain, theirs, *batch())
     error = relative_error(wh.full_state_dict(model), plain.state_dict())
     with torch.device("meta"):
         model = Net("own")

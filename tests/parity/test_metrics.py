@@ -61,6 +61,16 @@ def test_each_replica_counts_once() -> None:
         assert found["half"].dtype == torch.bfloat16 and found["half"].item() == 1.5
 
 
+def of_two_and_three(rank: int, n: int) -> float:
+    for size in (2, 3):
+        wh.parallelize(build(size))
+    return wh.reduce(float(rank // 3))
+
+
+def test_a_mean_holds_whatever_replicas_the_models_have() -> None:
+    assert world(6, of_two_and_three) == [0.5] * 6
+
+
 def before_any_model(rank: int, n: int) -> Tensor:
     """It joins the ranks itself."""
     out: Tensor = wh.reduce(torch.tensor(float(rank)), "sum")

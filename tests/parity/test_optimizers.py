@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.layouts import backward, batch, build, mine
+from tests.parity.layouts import backward, batch, build, mine, step
 from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.errors import CheckpointError, CommError, PlanError
@@ -38,10 +38,8 @@ ELEMENT_WISE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def moved(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Any) -> None:
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, *rows(step))
-        optimizer.step()
+    for number in range(STEPS):
+        step(model, optimizer, *rows(number))
 
 
 def after_steps(rank: int, n: int, layout: str, names: list[str], before: bool) -> dict[str, float]:
@@ -50,11 +48,11 @@ def after_steps(rank: int, n: int, layout: str, names: list[str], before: bool) 
     for name in names:
         kind, options = ELEMENT_WISE[name]
         plain, model = build(layout), build(layout)
-        moved(plain, kind(plain.parameters(), **options), lambda step: batch(seed=step))
+        moved(plain, kind(plain.parameters(), **options), lambda number: batch(seed=number))
         optimizer = kind(model.parameters(), **options) if before else None
         wh.parallelize(model)
         optimizer = optimizer or kind(model.parameters(), **options)
-        moved(model, optimizer, lambda step, model=model: mine(model, *batch(seed=step)))
+        moved(model, optimizer, lambda number, model=model: mine(model, *batch(seed=number)))
         start, whole, expected = build(layout).state_dict(), wh.full_state_dict(model), plain.state_dict()
         out[name] = relative_error({k: whole[k] - start[k] for k in start}, {k: expected[k] - start[k] for k in start})
     return out
@@ -83,9 +81,7 @@ def tiny_head(rank: int, n: int) -> float:
         for m, rows in ((plain, (x, y % 3)), (model, mine(model, x, y % 3))):
             optimizer = torch.optim.Adam(m.parameters(), lr=0.01, **options)
             for _ in range(STEPS):
-                optimizer.zero_grad()
-                F.cross_entropy(m(rows[0]), rows[1]).backward()
-                optimizer.step()
+                step(m, optimizer, *rows)
         out = max(out, relative_error(wh.full_state_dict(model), plain.state_dict()))
     return out
 
@@ -198,9 +194,7 @@ def state_of(rank: int, n: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     rows = mine(model, *batch())
     for _ in range(2):
-        optimizer.zero_grad()
-        backward(model, *rows)
-        optimizer.step()
+        step(model, optimizer, *rows)
     kept, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
     try:
         torch.save(optimizer.state_dict(), io.BytesIO())
@@ -235,9 +229,9 @@ def another_rate(rank: int, n: int, compared: bool) -> float:
     if not compared:
         drift.FIRST_STEPS = 0
     plain, model = build("own"), wh.parallelize(build("own"))
-    moved(plain, torch.optim.Adam(plain.parameters(), lr=0.01), lambda step: batch(seed=step))
+    moved(plain, torch.optim.Adam(plain.parameters(), lr=0.01), lambda number: batch(seed=number))
     mine_only = torch.optim.Adam(model.parameters(), lr=0.01 + 0.001 * rank)
-    moved(model, mine_only, lambda step: mine(model, *batch(seed=step)))
+    moved(model, mine_only, lambda number: mine(model, *batch(seed=number)))
     return relative_error(wh.full_state_dict(model), plain.state_dict())
 
 
@@ -247,8 +241,18 @@ def test_the_suite_catches_another_rate_on_one_rank() -> None:
         world(2, another_rate, True)
 
 
-def torchs_clip(rank: int, n: int, whole: bool) -> str:
-    """torch's own clip: with replicated gradients to compare, and where everything is cut."""
+def by_hand(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """A clip of the user's own, which puts new gradients in place of the old ones."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    for p in parameters:
+        p.grad = None if p.grad is None else p.grad * (max_norm / norm)
+
+
+CLIPS = {"torch's": nn.utils.clip_grad_norm_, "by hand": by_hand}
+
+
+def torchs_clip(rank: int, n: int, whole: bool, clip: str) -> str:
+    """A clip by this rank's norm: with replicated gradients to compare, and where everything is cut."""
     torch.manual_seed(0)
     model = build("own") if whole else nn.Sequential(nn.Linear(6, 11, bias=False))
     if not whole:
@@ -256,14 +260,15 @@ def torchs_clip(rank: int, n: int, whole: bool) -> str:
     wh.parallelize(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, *mine(model, *batch()))
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    CLIPS[clip](list(model.parameters()), 0.05)
     with pytest.raises(CommError) as caught:
         optimizer.step()
     return str(caught.value)
 
 
-def test_torchs_clip_on_cut_parameters_is_found() -> None:
+@pytest.mark.parametrize("clip", CLIPS)
+def test_torchs_clip_on_cut_parameters_is_found(clip: str) -> None:
     for whole in (True, False):
-        for text in world(2, torchs_clip, whole):
+        for text in world(2, torchs_clip, whole, clip):
             assert "use wh.clip_grad_norm_" in text
             assert "which is cut, was multiplied by" in text or "differs between copies" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,27 @@ def test_errors_of_other_kinds_reach_every_rank(tmp_path: Path) -> None:
     first, second = world(2, foreign_errors, str(tmp_path))
     assert first == second
     assert all(unchanged for _, unchanged in first)
+
+
+def told(rank: int, n: int) -> list[str]:
+    """What the interpreter would print of errors: of a plan, on all ranks and on one."""
+    printed = []
+    for size in (n + 1, n + 1 if rank == 0 else n):
+        with wh.split(size=size):
+            model = nn.Linear(4, 8)
+        try:
+            wh.parallelize(model)
+        except PlanError:
+            printed.append(traceback.format_exc())
+    return printed
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_error_is_printed_once(n: int) -> None:
+    for printed in world(n, told):
+        assert [text.count("cannot be cut into groups") for text in printed] == [1, 1]
+        assert all("another exception" not in text and "direct cause" not in text for text in printed)
+    assert all("_split_size" in text for text in world(n, told)[0]), "where it was found"
 
 
 def ends_before(rank: int, n: int) -> None:

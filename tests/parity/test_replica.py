@@ -384,9 +384,7 @@ def headed_rank(rank: int, n: int, rows: list[int]) -> dict[str, Tensor | None]:
     torch.manual_seed(0)
     model = wh.parallelize(Headed(), default=wh.replica(loss="sum"))
     summed(model, share(batch_of(sum(rows)), rows, rank)).backward()
-    from whale_torch.state import full_tensor
-
-    return {name: full_tensor(p, p.grad) for name, p in model.named_parameters()}
+    return gradients(model)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

@@ -12,7 +12,6 @@ import whale_torch as wh
 from tests.parity.metric import relative_error
 from tests.parity.replica_cases import WIDTH, batch_of, gradients, rows_of, share
 from tests.world import world
-from whale_torch.state import full_tensor
 from whale_torch.strategies import delayed
 
 BAR = 2e-5
@@ -82,7 +81,7 @@ def headed_rank(rank: int, n: int, kind: str) -> dict[str, Tensor | None]:
         model.zero_grad()
         backward(model, kind, x, y)
     assert bool(made) == (kind != "frozen weight" and n > 1), "put off where there is something to wait for"
-    return {name: None if p.grad is None else full_tensor(p, p.grad) for name, p in model.named_parameters()}
+    return gradients(model)
 
 
 ONCE = ["plain", "no bias", "frozen weight", "frozen bias", "twice", "recomputed"]

@@ -14,8 +14,8 @@ from whale_torch.strategies import split_attention
 WIDTH, LENGTH, SOURCE = 12, 5, 4
 
 
-def rows_of(kind: str, samples: int, heads: int, source: int) -> Tensor | None:
-    """A mask of samples: key padding, or one of 3 dimensions."""
+def rows_of(kind: str, samples: int, source: int) -> Tensor | None:
+    """A key padding mask, None for any other kind."""
     g = torch.Generator().manual_seed(4)
     if kind in ("bool", "float"):
         mask = torch.rand(samples, source, generator=g) < 0.3
@@ -85,7 +85,7 @@ class Attention(Model):
         q = torch.tanh(self.query(x))
         k, v = (self.memory(y), self.memory_value(y)) if self.cross else (q, q)
         source = k.shape[1]
-        padding = rows_of(self.padding, 64, self.heads, source)
+        padding = rows_of(self.padding, 64, source)
         padding = None if padding is None else padding[number]
         mask = self.attention_mask(number, source)
         lift = (lambda t: t) if self.batch_first else (lambda t: t.transpose(0, 1))

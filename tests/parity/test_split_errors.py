@@ -43,6 +43,9 @@ def attend(rank: int, lengths: tuple[int, int] = (5, 5), masks: str = "") -> Any
     mask = None
     if masks == "other values":
         mask = torch.full((5, 5), float(rank))
+    if masks == "other order":  # as many entries masked, elsewhere
+        mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+        mask = mask.t().contiguous() if rank else mask
     if masks == "other dimensions":
         mask = torch.zeros((5, 5) if rank else (8, 5, 5))
     if masks == "other shape":
@@ -75,6 +78,7 @@ def images(rank: int) -> Any:
 CASES: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (attend, {"lengths": (5, 7)}, r"lengths \(5, 5\) and \(7, 7\)"),
     (attend, {"masks": "other values"}, "different attention masks"),
+    (attend, {"masks": "other order"}, "different attention masks"),
     (attend, {"masks": "other dimensions"}, "dimensions 3 and 2"),
     (attend, {"masks": "other shape"}, r"\(6, 5, 5\), but 2 samples and 4 heads want \(8, 5, 5\)"),
     (unbatched, {}, "got a 2-dimensional query"),
@@ -115,7 +119,7 @@ def meet_elsewhere(rank: int, n: int) -> None:
 def test_ranks_in_different_operations() -> None:
     for outcome in outcomes(2, meet_elsewhere, timeout=180):
         assert isinstance(outcome.error, wh.CommError)
-        assert "samples of a split attention" in str(outcome.error) or "something else" in str(outcome.error)
+        assert "samples of a split attention" in str(outcome.error) and "something else" in str(outcome.error)
 
 
 def evaluate_a_copy(rank: int, n: int) -> None:

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import whale_torch as wh
 from tests.parity.compare import SCOPES
+from tests.parity.metric import gradients
 from tests.world import world
-from whale_torch.state import full_tensor
 
 WIDTH, HEADS, LENGTH, ROWS = 16, 4, 6, 4
 
@@ -64,17 +64,17 @@ def test_masks_differ_where_memory_differs(mode: str, n: int) -> None:
         assert torch.equal(first["after"], second["after"])
 
 
-def gradients(rank: int, n: int, mode: str, recompute: bool) -> dict[str, Tensor]:
+def recomputed_or_not(rank: int, n: int, mode: str, recompute: bool) -> dict[str, Tensor | None]:
     torch.manual_seed(0)
     model: Any = wh.parallelize(Net(SCOPES[mode], recompute))
     torch.manual_seed(10 if mode == "shared" else 10 + rank)
     x = torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0 if mode == "shared" else rank))
     model(x).square().mean().backward()
-    return {name: full_tensor(p, p.grad) for name, p in model.named_parameters()}
+    return gradients(model)
 
 
 @pytest.mark.parametrize("mode", ["shared", "own"])
 def test_a_recomputation_replays_the_masks(mode: str) -> None:
-    plain, recomputed = world(2, gradients, mode, False, timeout=180)[0], world(2, gradients, mode, True)[0]
+    plain, recomputed = (world(2, recomputed_or_not, mode, recompute, timeout=180)[0] for recompute in (False, True))
     for name, gradient in plain.items():
         torch.testing.assert_close(recomputed[name], gradient, msg=name)

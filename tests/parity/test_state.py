@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import whale_torch as wh
-from tests.parity.layouts import LAYOUTS, backward, batch, build, mine
+from tests.parity.layouts import LAYOUTS, backward, batch, build, mine, step
 from tests.parity.metric import relative_error
 from tests.world import world
 from whale_torch.comm.cut_tensor import CutTensor
@@ -294,9 +294,7 @@ def copies(rank: int, n: int, layout: str) -> float:
     for m, a, rows in ((model, average, (mine_x, mine_y)), (plain, plain_average, (x, y))):
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         for _ in range(2):
-            optimizer.zero_grad()
-            backward(m, *rows)
-            optimizer.step()
+            step(m, optimizer, *rows)
             a.update_parameters(m)
     twin = copy.deepcopy(model)
     assert type(twin).__name__ == "Net"
@@ -383,6 +381,23 @@ def test_a_model_without_cuts_pickles_as_a_plain_one(layout: str, n: int, tmp_pa
         assert [a for m in model.modules() for a in vars(m) if a.startswith(("_whale_runtime", "_region"))] == []
     torch.load(f"{path}.state", weights_only=True)
     torch.load(f"{path}.parameters", weights_only=True)
+
+
+def odd_buffers(rank: int, n: int) -> list[Tensor]:
+    model = nn.Linear(2, 2)
+    for number, dtype in enumerate(ODD):
+        model.register_buffer(f"odd{number}", torch.full((3,) if number else (), 1 + rank).to(dtype))
+    state = wh.full_state_dict(wh.parallelize(model, timeout=20))
+    return [state[f"odd{number}"] for number in range(len(ODD))]
+
+
+ODD = [torch.int16, torch.uint16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.bfloat16]
+
+
+def test_buffers_of_every_dtype_travel() -> None:
+    for found in world(2, odd_buffers):
+        assert [value.dtype for value in found] == ODD
+        assert all(bool((value.to(torch.complex64) == 1).all()) for value in found)
 
 
 def forgets_blocks(rank: int, n: int) -> float:

@@ -76,11 +76,12 @@ def test_a_rehearsal_on_512_ranks_takes_no_memory_and_less_than_two_seconds() ->
 
 def test_a_large_plan_prints_on_one_page() -> None:
     lines = str(wh.plan(transformer(), cluster=wh.Cluster.of(64, 8))).splitlines()
-    assert len(lines) < 40 and max(map(len, lines)) < 160
+    assert len(lines) < 40 and max(map(len, lines)) < 140
     text = "\n".join(lines)
     for expected in (
         "Plan for 64 nodes x 8 ranks, cpu",
-        "The global batch is 64 x the batch you feed a replica. DP 64, TP 8 and 512, PP 1, EP 1, ZeRO 0.",
+        "Data parallel x 64 (DP), tensor-split x 8 and x 512 (TP): "
+        "the global batch is 64 x the batch you feed a replica.",
         "Ranks 0-7, 8-15, ... are one replica each: feed its ranks the same batch.",
         "1-24",
         "blocks.0-23.ffn",
@@ -91,18 +92,54 @@ def test_a_large_plan_prints_on_one_page() -> None:
         "all 512 ranks",
         "mixed",
         "97 to 98 of 50000",
+        "shared: the ranks of a replica are fed the same batch; mixed: the batches of several replicas meet",
+        "columns (outputs)",
+        "the 64 ranks that hold one part of a split over 8",
         "hierarchical",
+        "8 of 4.19 MB",
+        "inputs of split modules, and their gradients",
         "in all",
+        "estimated at 32 rows a rank",
     ):
         assert expected in text, (expected, text)
 
 
 def test_a_plan_says_what_counts_the_samples() -> None:
     cluster = wh.Cluster.of(1, 2)
-    assert "Samples are counted along dimension 0 of the first input tensor that has it." in str(
+    assert "Samples are counted along dimension 0 of the first tensor that the model is called with." in str(
         wh.plan(nn.Linear(2, 2), cluster=cluster)
     )
     assert "along dimension 1 of 'input' (not in 'mask')." in str(wh.plan(NamedInputs(), cluster=cluster))
+
+
+def test_a_plan_of_a_replica_alone_reads_as_data_parallelism() -> None:
+    text = str(wh.plan(nn.Linear(2, 2), cluster=wh.Cluster.of(1, 2)))
+    assert "Data parallel x 2 (DP): the global batch is 2 x the batch you feed a rank." in text
+    assert "none: replicated" in text and "own: each rank brings a batch of its own" in text
+    assert "(whatever the batch)" in text, "gradients and counts are all that is sent"
+    assert "split" not in text and "TP" not in text
+
+
+def test_every_table_of_a_plan_has_a_title() -> None:
+    tables = str(wh.plan(transformer(), cluster=wh.Cluster.of(64, 8))).split("\n\n")[1:]
+    assert [table.splitlines()[0][-1] for table in tables] == [":"] * 4
+
+
+def test_long_scopes_stand_below_their_table() -> None:
+    plan = wh.plan(EveryOption(), cluster=wh.Cluster(ranks_of_nodes=(4, 2, 2)))
+    lines = str(plan).splitlines()
+    assert any("wh.replica(...) > wh.split(...)" in line and "inner" in line for line in lines)
+    (told,) = [line for line in lines if line.startswith("  wh.split(chunked_loss=True")]
+    assert "size=2) at " in told and "test_planner.py:" in told
+
+
+def test_what_is_counted_and_what_is_estimated_have_the_same_words() -> None:
+    cluster, ids = wh.Cluster.of(2, 4), torch.zeros(4, 5, dtype=torch.int64)
+    for plan in (wh.plan(transformer(1), cluster=cluster), wh.plan(transformer(1), cluster=cluster, sample_inputs=ids)):
+        table = str(plan).partition("What a rank sends")[2]
+        for purpose in ("inputs of split modules", "outputs of split modules", "losses over split classes"):
+            assert purpose in table
+        assert not any(word in table for word in ("enter", "leave", "seed", "cross_entropy"))
 
 
 def test_a_plan_of_unlike_modules_is_cut_short() -> None:
@@ -119,7 +156,8 @@ def test_a_plan_of_unlike_modules_is_cut_short() -> None:
 
 def test_one_rank_prints_without_odd_plurals() -> None:
     text = str(wh.plan(nn.Linear(2, 2)))
-    assert "1 node x 1 rank" in text and "One rank: nothing is sent." in text and "is the batch you feed." in text
+    assert "1 node x 1 rank" in text and "One rank: nothing is sent." in text
+    assert "One rank: the global batch is the batch you feed." in text
 
 
 def test_names_fold() -> None:

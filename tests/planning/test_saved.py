@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import whale_torch as wh
+from tests.parity.metric import gradients
 from tests.world import outcomes, world
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
-from whale_torch.state import full_tensor
 
 
 class Model(nn.Module):
@@ -39,14 +39,14 @@ def model(annotated: bool = True) -> Model:
     return Model(annotated)
 
 
-def gradients(rank: int, n: int, path: str, annotated: bool) -> dict[str, torch.Tensor]:
+def applied(rank: int, n: int, path: str, annotated: bool) -> dict[str, torch.Tensor | None]:
     trained = wh.parallelize(model(annotated), plan=Plan.load(path), timeout=30)
     made = wh.plan(trained)
     feed = rank // made.feed_size
     x, y = batch()
     mine = slice(feed * 3, feed * 3 + 3)
     F.cross_entropy(trained(x[mine]), y[mine]).backward()
-    return {name: full_tensor(p, p.grad) for name, p in trained.named_parameters()}
+    return gradients(trained)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,13 +106,10 @@ HONOURED = {
 }
 
 
-@pytest.mark.parametrize("annotated", [True, False])
-@pytest.mark.parametrize("name", HONOURED)
+@pytest.mark.parametrize(("name", "annotated"), [*((name, True) for name in HONOURED), ("uneven widths", False)])
 def test_a_saved_plan_is_applied_as_it_reads(name: str, annotated: bool, tmp_path: Path) -> None:
-    if not annotated and name != "uneven widths":
-        return
     path = saved(tmp_path / "plan.json", HONOURED[name])
-    for found in world(4, gradients, path, annotated, local_world_size=2):
+    for found in world(4, applied, path, annotated, local_world_size=2):
         for key, grad in expected().items():
             torch.testing.assert_close(found[key], grad, rtol=1e-5, atol=1e-6)
 
@@ -121,6 +118,24 @@ def _shapes(rank: int, n: int, path: str) -> list[int]:
     trained = wh.parallelize(model(), plan=Plan.load(path), timeout=30)
     assert wh.plan(trained).reduces[0].bucket_bytes == 100
     return list(trained.head.weight.shape)
+
+
+def _unknown_role(rank: int, n: int, path: str) -> list[int]:
+    trained = model()
+    with pytest.raises(
+        wh.PlanError, match=r"'head' cannot be carried out: nothing runs rule 'Linear' in the role 'sides'"
+    ):
+        wh.parallelize(trained, plan=Plan.load(path), timeout=30)
+    return list(trained.head.weight.shape)
+
+
+def test_a_role_that_nothing_runs_is_refused_before_anything_is_cut(tmp_path: Path) -> None:
+    def edit(data: dict[str, Any]) -> None:
+        (cut,) = (cut for cut in data["cuts"] if cut["module"] == "head")
+        cut["role"] = "sides"
+
+    path = saved(tmp_path / "plan.json", edit)
+    assert world(4, _unknown_role, path, local_world_size=2) == [[10, 8]] * 4
 
 
 def test_edits_reach_the_shards_and_the_buckets(tmp_path: Path) -> None:
@@ -180,6 +195,12 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         r"'split3', but the plan's VirtualDevices " r"are \['replica', 'split2', 'split4'\]",
     ),
     "device size": (lambda data: data["devices"][1].update(size=3), r"groups of 3 of 4 ranks"),
+    "no device size": (lambda data: data["devices"][0].update(size=0), r"groups of 0 of 4 ranks"),
+    "dimension": (
+        lambda data: data["cuts"][0]["shards"]["bias"].update(dim=1),
+        r"'ffn.0' cannot be carried out: dimension 1 of a parameter of shape \(12,\)",
+    ),
+    "loss": (lambda data: data.update(loss="average"), r"loss is 'average'"),
     "unknown module": (lambda data: data["cuts"][0].update(module="ffn.7"), r"cuts 'ffn.7', which is not in the model"),
     "scope": (
         lambda data: data["taskgraphs"][-1]["annotations"][0].update(options=[["size", 4]]),

@@ -227,14 +227,18 @@ def test_ranks_of_one_feed_read_the_same() -> None:
 
 
 def test_data_rank_needs_a_parallelized_model() -> None:
-    for call in (wh.data_rank, lambda m: wh.sampler(m, [1]), lambda m: wh.batch_sampler(m, [1], 1)):
-        with pytest.raises(PlanError, match="needs a parallelized model, got Linear"):
+    calls = {
+        "wh.data_rank": wh.data_rank,
+        "wh.sampler": lambda m: wh.sampler(m, [1]),
+        "wh.batch_sampler": lambda m: wh.batch_sampler(m, [1], 1),
+    }
+    for name, call in calls.items():
+        with pytest.raises(PlanError, match=f"^{name} needs a parallelized model, got Linear") as caught:
             call(nn.Linear(2, 2))
+        assert caught.value.fix == "model = wh.parallelize(model) first"
 
 
-def epoch(
-    rank: int, n: int, layout: str, total: int, loss_inside: bool, padded: bool
-) -> tuple[list[float], float, int]:
+def epoch(rank: int, n: int, layout: str, total: int, padded: bool) -> tuple[list[float], float, int]:
     """Worst gradient of every step of an epoch, and the worst parameter after it, against one process."""
     x, y = batch(total)
     plain, model = build(layout), wh.parallelize(build(layout))
@@ -272,7 +276,7 @@ def epoch(
     [("replica", 3, 13), ("replica", 2, 11), ("own", 4, 17), ("own", 3, 20), ("mixed", 4, 13), ("shared", 4, 9)],
 )
 def test_a_whole_epoch_is_that_of_one_process(layout: str, n: int, total: int) -> None:
-    found = world(n, epoch, layout, total, False, False)
+    found = world(n, epoch, layout, total, False)
     assert min(fewest for _, _, fewest in found) == 0 or (layout, total) in (("replica", 11), ("own", 20))
     for errors, state, _ in found:
         assert max(errors) < BAR
@@ -280,4 +284,4 @@ def test_a_whole_epoch_is_that_of_one_process(layout: str, n: int, total: int) -
 
 
 def test_the_suite_catches_padded_batches() -> None:
-    assert max(max(errors) for errors, _, _ in world(2, epoch, "replica", 11, False, True)) > 100 * BAR
+    assert max(max(errors) for errors, _, _ in world(2, epoch, "replica", 11, True)) > 100 * BAR

@@ -52,6 +52,24 @@ def test_under_a_launcher_it_describes_the_cluster_and_joins_nothing(monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RANK": "1"}, "rank 1 of 3; ranks of one host will be a node"),
+        ({}, "WORLD_SIZE is 3 but RANK is not set: wh.parallelize will refuse it"),
+        ({"RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "rank 0 of 3, on node 0, of 2 ranks: nodes have"),
+    ],
+)
+def test_of_what_a_launcher_left_out_nothing_is_said(
+    environment: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"WORLD_SIZE": "3", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert report().splitlines()[-1].strip().startswith(told)
+
+
+@pytest.mark.parametrize(
     ("environment", "first"),
     [({}, "versions"), ({"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}, "rank 1 of 2, on node 0")],
 )

@@ -101,12 +101,7 @@ def broadcast_copy(x: torch.Tensor, group: Group, source: int = 0, *, name: str 
     """A dense copy of the x, of any dtype, of the rank at place `source`, on every rank of the group."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
     if out.numel():
-        broadcast(
-            torch.view_as_real(out) if out.is_complex() else out.view(torch.uint8) if out.dtype is torch.bool else out,
-            group,
-            source,
-            name=name,
-        )
+        broadcast(out.view(-1).view(torch.uint8), group, source, name=name)  # as bytes: gloo knows few dtypes
     return out
 
 

@@ -177,10 +177,13 @@ class Columns(Tensor):
         self.hold.memory.shared = True
         return plain(self)
 
-    def rows(self) -> Tensor:
-        """This rank's rows with all columns, as a plain tensor: a collective over the split's ranks, done once."""
+    def rows(self, operation: str = "rows") -> Tensor:
+        """This rank's rows with all columns, as a plain tensor: a collective over the split's ranks, done once.
+
+        operation: what messages call it.
+        """
         known = self._known_rows()
-        return self._gather("rows") if known is None else known
+        return self._gather(operation) if known is None else known
 
     def implicit_rows(self, operation: str) -> Tensor:
         """rows() on behalf of an operation that has no rule: counted, and refused under wh.split(gather="error")."""

@@ -183,6 +183,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 _FEW = 4
+_SHORT = 1 << 31
 CHUNK = 4096
 """Columns of one chunk of the chunked loss."""
 
@@ -248,7 +249,8 @@ def cross_entropy(
     _check_options(options, num_classes)
     z_dtype, device = dtype_and_device(z)
     detail = f"{z_dtype} {reduction} ignore_index={ignore_index} label_smoothing={label_smoothing} {weight is not None}"
-    targets = _targets_of_all(target.reshape(-1).long(), place, detail)
+    short = num_classes <= _SHORT and -_SHORT < ignore_index < _SHORT  # so that labels travel as 32 bits
+    targets = _targets_of_all(target.reshape(-1).long(), place, detail, short=short)
     dtype = torch.float64 if z_dtype == torch.float64 else torch.float32
     rows = _Rows(targets, options, num_classes, dtype)
     if not rows.plain:
@@ -267,14 +269,17 @@ def cross_entropy(
     return out if out.dtype is z_dtype or autocast_dtype(device) else out.to(z_dtype)
 
 
-def _targets_of_all(mine: Tensor, place: ColumnsPlace, detail: str) -> Tensor:
+def _targets_of_all(mine: Tensor, place: ColumnsPlace, detail: str, *, short: bool) -> Tensor:
     """The feed's class numbers -> those of the region's feeds; few of them travel with what the ranks agree on."""
     region, counts = place.region, place.counts
-    if region.rows.size > 1 and region.on_host and max(counts) <= MOST_NUMBERS:
+    if region.rows.size > 1 and region.on_host and short and max(counts) <= MOST_NUMBERS:
         numbers = [0] * mine.numel() if mine.is_meta else mine.tolist()
         rows = place.agree_with("cross_entropy", numbers, detail)
         labels = [label for row, count in zip(rows, counts, strict=True) for label in row[:count]]
         return torch.tensor(labels, dtype=torch.int64, device=mine.device)
+    if region.twins.size > 1 and region.rows.size > 1 and mine.device.type == "cpu":  # twins' labels must be equal
+        place.agree_with("cross_entropy", [zlib.crc32(mine.contiguous().numpy().data) >> 1], detail)
+        return gather_feeds(mine, counts, region, "cross_entropy labels")
     if region.twins.size > 1 and region.rows.size == 1 and mine.device.type == "cpu":  # one feed: labels must be equal
         detail += f" labels {zlib.crc32(mine.contiguous().numpy().data):x}"
     place.agree("cross_entropy", detail)

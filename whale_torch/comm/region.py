@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -20,11 +21,12 @@ __all__ = ["MOST_NUMBERS", "CompileError", "Region", "refuse_compile"]
 
 _COUNT_BITS = 40
 _TEXT_BYTES = 96
-_HEADER_NUMBERS = 64
+_HEADER_NUMBERS = 24
 _REMEMBERED = 3
 
-MOST_NUMBERS = _HEADER_NUMBERS - 2
-"""Whole numbers of a rank that travel with what the ranks agree on."""
+MOST_NUMBERS = 2 * (_HEADER_NUMBERS - 2)
+"""Whole numbers of 32 bits that travel with what the ranks agree on."""
+_LEAST, _MOST = -(1 << 31), (1 << 31) - 1
 
 
 class Region:
@@ -91,21 +93,46 @@ class Region:
         return tuple(row[0] for row in self._agree(operation, count, detail, fix))
 
     def agree_with(self, operation: str, numbers: Sequence[int], detail: str) -> list[Sequence[int]]:
-        """As agree, with at most MOST_NUMBERS numbers of each feed: those of all feeds, with zeros behind them."""
+        """As agree, with at most MOST_NUMBERS numbers of each feed: those of all feeds, with zeros behind them.
+
+        Of a number of more than 32 bits only the sign arrives.
+        """
         if self.headers.size == 1:
             return [numbers]
-        return [row[2:] for row in self._agree(operation, len(numbers), detail, "", numbers)]
+        rows = self._agree(operation, len(numbers), detail, "", _in_pairs(numbers), of_feeds=True)
+        return [_from_pairs(row[2:]) for row in rows]
 
     def _agree(
-        self, operation: str, count: int, detail: str, fix: str, numbers: Sequence[int] = ()
+        self,
+        operation: str,
+        count: int,
+        detail: str,
+        fix: str,
+        numbers: Sequence[int] = (),
+        *,
+        of_feeds: bool = False,
     ) -> list[tuple[int, ...]]:
         table = self._exchange(operation, (count, zlib.crc32(detail.encode()), *numbers))
         if any(row[1] != table[0][1] for row in table):
             self._different_details(operation, detail, fix)
+        if of_feeds:
+            self._check_twins(operation, table)
         return [table[p] for p in self.row_positions]
 
+    def _check_twins(self, operation: str, table: list[tuple[int, ...]]) -> None:
+        """Raises LayoutError, on every rank, where ranks that are fed the same rows came with different numbers."""
+        for first in range(0, self.columns.size, self.twins.size):
+            twins = slice(first, first + self.twins.size)
+            if any(row != table[first] for row in table[twins]):
+                raise LayoutError(
+                    f"{operation}: ranks {list(self.columns.ranks[twins])} are one replica but came with different "
+                    "numbers (labels).",
+                    fix="feed all ranks of a replica the same batch: wh.sampler or wh.batch_sampler do",
+                    ranks=self.columns.ranks[twins],
+                )
+
     def meet(self, operation: str, numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The numbers of every feed of the region, up to 64 of them and the first below 2^40.
+        """The numbers of every feed of the region, up to 24 of them and the first below 2^40.
 
         Raises CommError naming both operations, on every rank, before any other data moves.
         """
@@ -187,6 +214,17 @@ def refuse_compile(label: str) -> None:
         f"torch.compile over a split: {label} runs on several ranks, in eager mode only.",
         fix="compile the replicated parts in place: model.features.compile()",
     )
+
+
+def _in_pairs(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Numbers of 32 bits, two in one of 64."""
+    fitting = [min(max(number, _LEAST), _MOST) for number in numbers]
+    fitting += [0] * (len(fitting) % 2)
+    return struct.unpack(f"{len(fitting) // 2}q", struct.pack(f"{len(fitting)}i", *fitting))
+
+
+def _from_pairs(pairs: Sequence[int]) -> tuple[int, ...]:
+    return struct.unpack(f"{2 * len(pairs)}i", struct.pack(f"{len(pairs)}q", *pairs))
 
 
 def _to_bytes(text: str) -> torch.Tensor:

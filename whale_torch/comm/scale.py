@@ -9,6 +9,7 @@ which copies are compared it is compared at once.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -36,7 +37,7 @@ class Witness:
 
     def __init__(self, parameter: Tensor, place: ParameterPlace):
         self.parameter, self.place = parameter, place
-        self._kept: tuple[int, Tensor] | None = None
+        self._kept: tuple[weakref.ref[Tensor], int, Tensor] | None = None
         self._found = math.nan
         setattr(parameter, _KEY, self)
 
@@ -57,7 +58,10 @@ class Witness:
     def keep(self) -> None:
         """Keeps entries of the gradient as backward left it."""
         grad = self.parameter.grad
-        self._kept = None if grad is None or grad.layout is not torch.strided else (grad._version, _sample(grad))
+        if grad is None or grad.layout is not torch.strided:
+            self._kept = None
+        else:
+            self._kept = (weakref.ref(grad), grad._version, _sample(grad))
 
     def renew(self) -> None:
         """What was done to the gradient since is right."""
@@ -71,8 +75,8 @@ class Witness:
         """
         if self._kept is None or self.parameter.grad is None:
             return
-        version, before = self._kept
-        touched = self.parameter.grad._version != version
+        kept, version, before = self._kept
+        touched = kept() is not self.parameter.grad or self.parameter.grad._version != version
         self._found = _multiplier(before, _sample(self.parameter.grad), self._tolerance) if touched else 1.0
         self._kept = None
 

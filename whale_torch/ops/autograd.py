@@ -1,6 +1,6 @@
-"""Cross-entropy on one device, made of the softmax ops.
+"""Autograd of the softmax ops on one device: the cross-entropy that statistics and gradient make together.
 
-The sharded loss (`comm`) places its collectives between the same two calls.
+The ops alone are not differentiable. The sharded loss (comm/loss.py) places its collectives between the same two calls.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ _Coefs = tuple[Tensor, Tensor, Tensor | None]
 def _mean_loss(
     stats: Tensor, target: Tensor, weight: Tensor | None, num_classes: int, smoothing: float
 ) -> tuple[Tensor, Tensor, _Coefs]:
-    """(loss, lse, coefficients of `softmax_grad`) of the mean over rows that are not ignored, as `F.cross_entropy`."""
+    """(loss, lse, coefficients of `softmax_grad`) of the mean over rows that are not ignored, as `F.cross_entropy`.
+
+    All are NaN where a label is no class: to raise, one would wait for the device.
+    """
     lse = stats[0] + stats[1].log()
     kept = target != IGNORE
+    no_class = kept & ((target < 0) | (target >= num_classes))
     if weight is None:
         row_weight = kept.to(lse.dtype)
         total_weight = torch.tensor(float(num_classes), dtype=lse.dtype, device=lse.device)
     else:
-        row_weight = torch.where(kept, weight.to(lse.dtype)[torch.where(kept, target, 0)], 0.0)
+        row_weight = torch.where(kept, weight.to(lse.dtype)[torch.where(kept & ~no_class, target, 0)], 0.0)
         total_weight = weight.to(lse.dtype).sum()
+    row_weight = row_weight.masked_fill(no_class, torch.nan)
     share = row_weight / row_weight.sum()
     target_coef = share * (1.0 - smoothing)
     # Smoothing's mean is over the same denominator, but its terms carry the weights of all classes.
@@ -101,8 +106,8 @@ def cross_entropy(
 ) -> Tensor:
     """`F.cross_entropy` (mean, ignore_index -100) on one device from `softmax_stats` and `softmax_grad`.
 
-    Shapes: logits [n, k], target int64 [n], weight [k]; returns a scalar in logits' dtype. inplace: backward writes the
-    gradient over logits, which autograd then refuses to use anywhere else.
+    Shapes: logits [n, k], target int64 [n], weight [k]; returns a scalar in logits' dtype, NaN where a label is no
+    class. inplace: backward writes the gradient over logits, which autograd then refuses to use anywhere else.
     Raises: LayoutError if shapes or dtypes disagree.
     """
     loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -123,7 +128,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`F.cross_entropy(F.linear(x, weight, bias), target)` on one device without holding the n x k logits.
 
-    Shapes: x [n, d], weight [k, d], bias [k], target int64 [n]; chunk counts classes. Returns a scalar in x's dtype.
+    Shapes: x [n, d], weight [k, d], bias [k], target int64 [n]; chunk counts classes. Returns a scalar in x's dtype,
+    NaN where a label is no class.
     Raises: LayoutError if shapes or dtypes disagree.
     """
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,23 +44,32 @@ def _check_bucket(flat: Tensor, offsets: list[int], tensors: list[Tensor]) -> No
             )
 
 
+def _run(kernel: Callable[..., Any], check: Callable[[], None], *arguments: Any) -> Any:
+    """What a kernel gives; where it refuses, `check` says why first: it costs too much to be asked every time."""
+    with torch.no_grad():
+        if torch.compiler.is_compiling():
+            return kernel(*arguments)
+        try:
+            return kernel(*arguments)
+        except (RuntimeError, ValueError):
+            check()
+            raise
+
+
+def _written(tensors: Tensor | list[Tensor]) -> None:
+    """Lets autograd refuse what it saved of them before."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
 def bucket_pack(tensors: list[Tensor], offsets: list[int], flat: Tensor, scale: float = 1.0) -> None:
     """Writes tensors, cast and scaled, into a bucket: flat[offsets[i] : offsets[i] + numel] = cast(tensors[i] * scale).
 
     Shapes: tensors of any shape and strides, in logical (row-major) order; flat 1-D. Each any of the four float dtypes.
     Raises: LayoutError if a tensor does not fit where its offset says.
     """
-    with torch.no_grad():
-        if torch.compiler.is_compiling():
-            _PACK(tensors, offsets, flat, scale)
-            return
-        try:
-            _PACK(tensors, offsets, flat, scale)
-        except (RuntimeError, ValueError):
-            # The kernels check too; the explanation is only worked out when one of them refused.
-            _check_bucket(flat, offsets, tensors)
-            raise
-    torch.autograd.graph.increment_version(flat)
+    _run(_PACK, lambda: _check_bucket(flat, offsets, tensors), tensors, offsets, flat, scale)
+    _written(flat)
 
 
 def bucket_unpack(flat: Tensor, offsets: list[int], tensors: list[Tensor], scale: float = 1.0) -> Tensor:
@@ -66,16 +78,8 @@ def bucket_unpack(flat: Tensor, offsets: list[int], tensors: list[Tensor], scale
     Shapes: as `bucket_pack`. The values looked at are those read, before cast and scale.
     Raises: LayoutError if a tensor does not fit where its offset says.
     """
-    with torch.no_grad():
-        if torch.compiler.is_compiling():
-            found: Tensor = _UNPACK(flat, offsets, tensors, scale)
-            return found
-        try:
-            found = _UNPACK(flat, offsets, tensors, scale)
-        except (RuntimeError, ValueError):
-            _check_bucket(flat, offsets, tensors)
-            raise
-    torch.autograd.graph.increment_version(tensors)
+    found: Tensor = _run(_UNPACK, lambda: _check_bucket(flat, offsets, tensors), flat, offsets, tensors, scale)
+    _written(tensors)
     return found
 
 
@@ -86,13 +90,5 @@ def bucket_amax(tensors: list[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float32)
-    with torch.no_grad():
-        if torch.compiler.is_compiling():
-            largest: Tensor = _AMAX(tensors)
-            return largest
-        try:
-            largest = _AMAX(tensors)
-        except (RuntimeError, ValueError):
-            _check_floats(tensors)
-            raise
+    largest: Tensor = _run(_AMAX, lambda: _check_floats(tensors), tensors)
     return largest

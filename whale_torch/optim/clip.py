@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from whale_torch.annotation import annotations_of
 from whale_torch.comm.collectives import all_reduce
 from whale_torch.comm.registry import ParameterPlace, by_name, place_of
 from whale_torch.comm.scale import renew_samples
 from whale_torch.errors import LossError, PlanError
+from whale_torch.mesh import surroundings
+from whale_torch.strategies.runtime import is_parallelized
 
 __all__ = ["clip_grad_norm_"]
 
@@ -30,9 +33,11 @@ def clip_grad_norm_(
     foreach: as in torch. Returns the norm before scaling, equal on every rank. On parameters of no parallelized model
     it is torch.nn.utils.clip_grad_norm_.
     Raises LossError, on every rank, if asked to and the norm is not finite; PlanError for a norm_type that is not a
-    norm, and for parameters of which only some belong to a parallelized model.
+    norm, for parameters of which only some belong to a parallelized model, and where several ranks run and the model
+    has scopes but was not parallelized.
     """
     if isinstance(parameters, nn.Module):
+        _check_parallelized(parameters)
         parameters = parameters.parameters()
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     places = [place_of(p) for p in listed]
@@ -51,6 +56,20 @@ def clip_grad_norm_(
     _scale(listed, max_norm, total, foreach)
     renew_samples(listed)
     return total
+
+
+def _check_parallelized(model: nn.Module) -> None:
+    """Raises PlanError where several ranks run and wh.parallelize was forgotten."""
+    if is_parallelized(model) or (surroundings().world or 1) == 1:
+        return
+    found = next((annotation for m in model.modules() for annotation in annotations_of(m)), None)
+    if found is not None:
+        raise PlanError(
+            f"wh.clip_grad_norm_ got a {type(model).__name__} with scopes that is not parallelized: each of "
+            f"{surroundings().world} ranks would train a model of its own.",
+            where=found.site,
+            fix="model = wh.parallelize(model) first",
+        )
 
 
 def _check_places(parameters: list[Tensor], places: list[ParameterPlace | None]) -> None:

@@ -21,8 +21,8 @@ from whale_torch.planning.rules import Cut
 __all__ = ["DEFAULT_ROWS", "all_reduce_bytes", "estimate", "gradient_traffic", "may_call_losses", "price", "shards_of"]
 
 DEFAULT_ROWS = 32
-_HEADER_BYTES = 512
-_LABELS_IN_A_HEADER = 62
+_HEADER_BYTES = 192
+_LABELS_IN_A_HEADER = 44
 _COUNT_BYTES = 48
 _LOSS_BYTES = 72
 _ID_BYTES = 8
@@ -42,7 +42,8 @@ def price(plan: Plan, model: nn.Module) -> Plan:
     )
     rows = plan.rows_per_rank
     where = (
-        f"at {rows} rows a rank, which reach each split module once; a split output at the end meets a cross entropy"
+        f"estimated at {rows} rows a rank, which reach each split module once, and a cross entropy behind a split at "
+        "the end of the model; wh.plan(model, sample_inputs=...) counts a step of yours"
     )
     return replace(
         priced,
@@ -50,7 +51,7 @@ def price(plan: Plan, model: nn.Module) -> Plan:
             *gradient_traffic(priced, parameters, shards),
             *estimate(priced, losses_inside=may_call_losses(model)),
         ),
-        assumption=where if plan.cuts else f"at {rows} rows a rank",
+        assumption=where if plan.cuts else "whatever the batch",
     )
 
 
@@ -69,7 +70,7 @@ def shards_of(plan: Plan, model: nn.Module) -> dict[str, Shard]:
     found: dict[str, Shard] = {}
     for cut in plan.cuts:
         for key, shard in cut.shards:
-            owner, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
+            owner, _, attribute = cut.full_name(key).rpartition(".")
             parameter = modules[owner]._parameters[attribute]
             if parameter is not None:
                 found.setdefault(first[id(parameter)], shard)

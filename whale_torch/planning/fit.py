@@ -38,6 +38,8 @@ def check_fit(plan: Plan, model: nn.Module, cluster: Cluster, default: tuple[Ann
     for reduce in plan.reduces:
         _check_reduce(reduce, plan)
     _check_averages(plan, model)
+    if plan.loss not in ("mean", "sum"):
+        raise PlanError(f"the plan's loss is {plan.loss!r}.", fix='it is "mean" or "sum"')
     return price(plan, model)
 
 
@@ -90,7 +92,8 @@ def _check_devices(plan: Plan) -> None:
     for device in plan.devices:
         small, large = sorted((device.size, plan.feed_size))
         if (
-            device.world != plan.world
+            device.size < 1
+            or device.world != plan.world
             or device.feed_size != plan.feed_size
             or plan.world % device.size
             or large % max(small, 1)
@@ -122,7 +125,7 @@ def _check_cuts(plan: Plan, model: nn.Module) -> None:
                 cut, f"{len(cut.widths)} widths for {num_ranks} ranks", f"give {num_ranks} widths, one a rank"
             )
         for key, shard in cut.shards:
-            owner, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
+            owner, _, attribute = cut.full_name(key).rpartition(".")
             parameter = modules[owner]._parameters.get(attribute) if owner in modules else None
             shape = None if parameter is None else shapes.get(first[id(parameter)])
             _check_shard(cut, key, shard, shape)

@@ -31,6 +31,8 @@ class Shard:
     unit: int = 1
 
     def __post_init__(self) -> None:
+        if not 0 <= self.dim < len(self.shape):
+            raise AssertionError(f"dimension {self.dim} of a parameter of shape {self.shape}")
         total = sum(self.widths) * self.unit * self.blocks
         if total != self.shape[self.dim]:
             raise AssertionError(

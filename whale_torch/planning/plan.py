@@ -217,7 +217,7 @@ def _cut_from_dict(data: dict[str, Any]) -> Cut:
     except AssertionError as error:
         raise PlanError(
             f"the plan's cut of '{data['module']}' cannot be carried out: {error}.",
-            fix="widths add up to the units of the module",
+            fix="edit widths only, and so that they add up to the units of the module",
         ) from error
 
 

@@ -188,7 +188,7 @@ def _shards(
     """
     first: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, tuple[Shard | None, int]] = {}
-    cut_of = {f"{cut.module}.{key}" if cut.module else key: shard for cut in cuts for key, shard in cut.shards}
+    cut_of = {cut.full_name(key): shard for cut in cuts for key, shard in cut.shards}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():
             if parameter is None:

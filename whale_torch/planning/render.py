@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,6 +15,7 @@ __all__ = ["amount", "fold_names", "render"]
 
 _MOST_NAMES = 3
 _MOST_ROWS = 30
+_WIDEST_SCOPE = 50  # characters
 T = TypeVar("T")
 
 
@@ -27,46 +29,44 @@ def amount(num_bytes: float) -> str:
 
 
 def render(plan: Plan) -> str:
-    """The plan's text: global batch, sizes in today's words, TaskGraphs, cuts, gradients, bytes of a step."""
+    """The plan's text: what to feed, what runs where, how modules are cut, gradients averaged, and bytes of a step."""
     parts = [_opening(plan), _taskgraphs(plan), _cuts(plan), _gradients(plan), _traffic(plan), _gathers(plan)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def _opening(plan: Plan) -> list[str]:
-    sizes = [str(size) for size in sorted({device.size for device in plan.devices}) if size > 1]
-    times = "the batch you feed" if plan.num_feeds == 1 else f"{plan.num_feeds} x the batch you feed a rank"
-    out = [
-        f"Plan for {plan.cluster}",
-        f"The global batch is {times}. DP {plan.num_feeds}, TP {' and '.join(sizes) or '1'}, PP 1, EP 1, ZeRO 0.",
-    ]
-    if plan.feed_size > 1:
-        f = plan.feed_size
-        blocks = (
-            f"Ranks 0-{f - 1}"
-            + (f", {f}-{2 * f - 1}" if plan.num_feeds > 1 else "")
-            + (", ..." if plan.num_feeds > 2 else "")
-        )
-        whole = (
-            "are one replica: feed all of them the same batch."
-            if plan.num_feeds == 1
-            else "are one replica each: feed its ranks the same batch."
-        )
-        out[1] = out[1].replace("you feed a rank", "you feed a replica")
-        out.append(f"{blocks} {whole}")
+    out = [f"Plan for {plan.cluster}", _parallelism(plan)]
+    f = plan.feed_size
+    if f > 1:
+        blocks = [f"{first}-{first + f - 1}" for first in range(0, min(plan.world, 2 * f), f)]
+        named = ", ".join([*blocks, "..."] if plan.num_feeds > 2 else blocks)
+        each = "are one replica: feed all of them" if plan.num_feeds == 1 else "are one replica each: feed its ranks"
+        out.append(f"Ranks {named} {each} the same batch.")
     if plan.batch_dim or plan.world > 1:
         named = (
-            f"dimension {plan.batch_dim} of the first input tensor that has it"
+            f"dimension {plan.batch_dim} of the first tensor that the model is called with"
             if isinstance(plan.batch_dim, int)
             else _named_dims(plan.batch_dim)
         )
         out.append(f"Samples are counted along {named}.")
     if plan.loss == "sum":
-        out.append("The loss is a sum over samples: gradients are summed over the feeds.")
-    held = f"A rank holds {amount(plan.parameter_bytes)} of parameters"
+        out.append("The loss is a sum over samples: gradients are added up over the batches, not averaged.")
+    held = f"A rank holds at most {amount(plan.parameter_bytes)} of parameters"
     out.append(
         held + (f" and {amount(plan.gradient_bytes)} of gradients." if plan.gradient_bytes else "; none is trained.")
     )
     return out
+
+
+def _parallelism(plan: Plan) -> str:
+    """Data and tensor parallelism in words, and how large the global batch is."""
+    sizes = [f"x {size}" for size in sorted({device.size for device in plan.devices}) if size > 1]
+    ways = [f"Data parallel x {plan.num_feeds} (DP)"] + ([f"tensor-split {' and '.join(sizes)} (TP)"] if sizes else [])
+    fed = "a rank" if plan.feed_size == 1 else "a replica"
+    times = "the batch you feed" if plan.num_feeds == 1 else f"{plan.num_feeds} x the batch you feed {fed}"
+    if plan.world == 1:
+        return f"One rank: the global batch is {times}."
+    return f"{', '.join(ways)}: the global batch is {times}."
 
 
 def _named_dims(batch_dim: tuple[tuple[str, int | None], ...]) -> str:
@@ -75,16 +75,23 @@ def _named_dims(batch_dim: tuple[tuple[str, int | None], ...]) -> str:
     return f"{counted} (not in {none})" if none else counted
 
 
+_BATCHES = {
+    "own": "own: each rank brings a batch of its own",
+    "shared": "shared: the ranks of a replica are fed the same batch",
+    "mixed": "mixed: the batches of several replicas meet",
+}
+
+
 def _taskgraphs(plan: Plan) -> list[str]:
     def key(graph: TaskGraph) -> Hashable:
         return tuple(map(_pattern, graph.modules)), _scope(graph), graph.site, graph.device, graph.num_parameters
 
-    rows = []
+    rows, modes = [], []
     for group in _grouped(plan.taskgraphs, key):
         first = group[0]
         where = plan.device(first.device)
         times = "" if len(group) == 1 else f"{len(group)} x "
-        row_mode = where.row_mode if first.kind == "split" else ("shared" if plan.feed_size > 1 else "own")
+        modes.append(where.row_mode if first.kind == "split" else ("shared" if plan.feed_size > 1 else "own"))
         index = str(first.index) if len(group) == 1 else f"{first.index}-{group[-1].index}"
         names = _shown(fold_names([name for graph in group for name in graph.modules]))
         rows.append(
@@ -94,15 +101,27 @@ def _taskgraphs(plan: Plan) -> list[str]:
                 first.site if first.annotations else "",
                 names,
                 _ranks(where.size, where.world),
-                row_mode,
+                modes[-1],
                 f"{times}{first.num_parameters:,}",
             ]
         )
-    return _table(["TaskGraph", "scope", "at", "modules", "on", "rows", "parameters"], rows)
+    title = "What runs where (the modules of one scope are a TaskGraph):"
+    table = _table(title, ["TaskGraph", "scope", "at", "modules", "on", "batch", "parameters"], rows)
+    told = "; ".join(text for mode, text in _BATCHES.items() if mode in modes)
+    long = {f"  {a}": None for graph in plan.taskgraphs if _scope(graph) != _calls(graph) for a in graph.annotations}
+    return [*table, *long, *([f"  ({told})"] if plan.world > 1 else [])]
+
+
+def _calls(graph: TaskGraph) -> str:
+    return " > ".join(annotation.call for annotation in graph.annotations) or "none: replicated"
 
 
 def _scope(graph: TaskGraph) -> str:
-    return " > ".join(annotation.call for annotation in graph.annotations) or "(default)"
+    """The scopes as they were written; without their options where those take much room."""
+    calls = _calls(graph)
+    if len(calls) <= _WIDEST_SCOPE:
+        return calls
+    return " > ".join(f"wh.{a.kind}({'...' if a.options else ''})" for a in graph.annotations)
 
 
 def _ranks(size: int, world: int) -> str:
@@ -111,13 +130,16 @@ def _ranks(size: int, world: int) -> str:
     return f"all {world} ranks" if size == world else f"{world // size} groups of {size} ranks"
 
 
+_SIDES = {"columns": "columns (outputs)", "rows": "rows (inputs)"}
+
+
 def _cuts(plan: Plan) -> list[str]:
     rows = []
     for group in _grouped(plan.cuts, lambda cut: (_pattern(cut.module), cut.rule, cut.role, cut.widths)):
-        rows.append(
-            [_shown(fold_names([cut.module for cut in group])), group[0].rule, group[0].role, _widths(group[0].widths)]
-        )
-    return _table(["split modules", "rule", "cut by", "units a rank"], rows)
+        first = group[0]
+        names = _shown(fold_names([cut.module for cut in group]))
+        rows.append([names, first.rule, _SIDES.get(first.role, first.role), _widths(first.widths)])
+    return _table("How split modules are cut:", ["module", "kind", "by", "a rank holds"], rows)
 
 
 def _gradients(plan: Plan) -> list[str]:
@@ -127,46 +149,62 @@ def _gradients(plan: Plan) -> list[str]:
         over = (
             f"all {device.num_copies} ranks"
             if device.size == 1
-            else f"{device.num_copies} ranks with the same part of {reduce.device}"
+            else f"the {device.num_copies} ranks that hold one part of a split over {device.size}"
         )
-        wire = f"{reduce.wire}, {amount(reduce.wire_bytes)}" if reduce.wire else "as they are"
         rows.append(
             [
                 over,
                 str(len(reduce.parameters)),
                 amount(reduce.gradient_bytes),
-                wire,
+                f"{reduce.wire}, {amount(reduce.wire_bytes)}" if reduce.wire else "own dtype",
                 reduce.algorithm,
-                f"{reduce.max_in_flight} x {amount(reduce.bucket_bytes)}",
+                f"{reduce.max_in_flight} of {amount(reduce.bucket_bytes)}",
             ]
         )
-    return _table(
-        ["gradients averaged over", "parameters", "bytes a rank", "wire", "all-reduce", "buckets in flight"], rows
-    )
+    head = ["over", "tensors", "bytes of a rank", "sent as", "all-reduce", "buckets at a time"]
+    return _table("How gradients are averaged, while backward runs:", head, rows)
+
+
+_INPUTS, _OUTPUTS = "inputs of split modules, and their gradients", "outputs of split modules, and their gradients"
+_LOSS, _COUNTS = "losses over split classes", "numbers of samples and labels"
+# What an operation, estimated or counted, moves: several of them serve one purpose.
+_PURPOSES = {
+    "gradients": "gradients, to be averaged",
+    **dict.fromkeys(["rows in", "columns in", "ids", "ids of a split embedding"], _INPUTS),
+    **dict.fromkeys(["enter", "enter's backward", "rows to columns", "rows to columns' backward"], _INPUTS),
+    **{f"{what} of a split's input": _INPUTS for what in ("rows", "columns", "samples", "channels")},
+    **dict.fromkeys(["rows out", "leave", "leave's backward"], _OUTPUTS),
+    **dict.fromkeys(["columns to rows", "columns to rows' backward"], "outputs of splits, gathered"),
+    **dict.fromkeys(["cross entropy", "cross_entropy", "cross_entropy labels", "cross_entropy statistics"], _LOSS),
+    **dict.fromkeys(["cross_entropy's backward", "seed of a loss"], _LOSS),
+    **dict.fromkeys(["row counts", "row counts of the batch", "counts of labels", "count of labels"], _COUNTS),
+}
 
 
 def _traffic(plan: Plan) -> list[str]:
     if not plan.traffic:
         return [] if plan.world > 1 else ["One rank: nothing is sent."]
-    rows = [[t.what, t.where, amount(t.sent_bytes)] for t in sorted(plan.traffic, key=lambda t: -t.sent_bytes)]
+    total: dict[tuple[str, str], float] = {}
+    for traffic in plan.traffic:
+        purpose = _PURPOSES.get(traffic.what, traffic.what), traffic.where
+        total[purpose] = total.get(purpose, 0.0) + traffic.sent_bytes
+    rows = [[what, where, amount(sent)] for (what, where), sent in sorted(total.items(), key=lambda item: -item[1])]
     rows.append(["in all", "", amount(plan.sent_bytes)])
-    return [*_table(["a rank sends in a training step", "on", "bytes"], rows), f"  ({plan.assumption})"]
+    table = _table("What a rank sends in a training step:", ["what", "among", "bytes"], rows)
+    return [*table, *textwrap.wrap(f"({plan.assumption})", 110, initial_indent="  ", subsequent_indent="   ")]
 
 
 def _gathers(plan: Plan) -> list[str]:
-    if not plan.gathers:
-        return []
     rows = [[g.operation, g.site, str(g.count), amount(g.num_bytes)] for g in plan.gathers]
-    return [
-        "Outputs of a split that were gathered because an operation needs all columns (z.rows() says it outright):",
-        *_table(["operation", "at", "times", "bytes in all"], rows),
-    ]
+    title = "Outputs of a split that were gathered because an operation needs all columns (z.rows() says it outright):"
+    return _table(title, ["operation", "at", "times", "bytes in all"], rows)
 
 
 # ---- tables and names ----
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def _table(title: str, head: list[str], rows: list[list[str]]) -> list[str]:
+    """Columns without an entry are left out; nothing where there are no rows."""
     if not rows:
         return []
     dropped = len(rows) - _MOST_ROWS
@@ -175,8 +213,7 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     kept = [i for i in range(len(head)) if any(row[i] for row in rows)]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in kept]
     lines = [[row[i].ljust(width) for i, width in zip(kept, widths, strict=True)] for row in [head, *rows]]
-    rule = ["-" * width for width in widths]
-    return ["  " + "  ".join(line).rstrip() for line in [lines[0], rule, *lines[1:]]]
+    return [title, *("  " + "  ".join(line).rstrip() for line in lines)]
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:

@@ -13,6 +13,12 @@ __all__ = ["Grouping", "TaskGraph", "group_modules"]
 
 _RUNS = ("replica", "split")
 _PLACED = (*_RUNS, "pipeline", "stage")
+# What serves a similar end today, by the scope that this version does not run.
+_INSTEAD = {
+    "auto_parallel": " and choose the scopes yourself: print(wh.plan(model, cluster=...)) says what each would cost",
+    "recompute": "; torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False) in forward recomputes",
+    "cpu_offload": "; wh.split() lets each rank hold a part only",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,5 +104,5 @@ def _check_runs(annotations: tuple[Annotation, ...]) -> None:
             raise PlanError(
                 f"{annotation.call} is annotated, but this version runs wh.replica, wh.split and wh.pipeline only.",
                 where=annotation.site,
-                fix=f"remove the wh.{annotation.kind} scope",
+                fix=f"remove the wh.{annotation.kind} scope{_INSTEAD[annotation.kind]}",
             )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from whale_torch.errors import PlanError
 from whale_torch.planning.layout import Shard
+from whale_torch.strategies.batch import digest
 
 __all__ = ["InitFunction", "check_can_materialize", "is_meta", "materialize"]
 
@@ -156,9 +157,9 @@ class _Materialize:
         before = {key: t for key, t in _own(module) if key in fresh}
         versions = {key: _mark_unset(t) for key, t in before.items()}
         members = list(self._members(name, module))
-        hashes = [_hash(t) for _, t in members]
+        hashes = [digest(t) for _, t in members]
         how = self._run(name, module)
-        changed = [member for member, value in zip(members, hashes, strict=True) if _hash(member[1]) != value]
+        changed = [member for member, value in zip(members, hashes, strict=True) if digest(member[1]) != value]
         if self._draws_cut_members(f"{how} of module '{name}' ({type(module).__name__})", members, changed):
             return True
         for key, made in before.items():
@@ -310,10 +311,6 @@ def _is_unset(t: Tensor, version: int) -> bool:
     if marker is None:
         return t._version == version
     return bool((t != t).any() if marker != marker else (t == marker).any())
-
-
-def _hash(t: Tensor) -> int:
-    return int(torch.hash_tensor(t.detach()).item()) if t.numel() else 0
 
 
 def _is_constant(t: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
 from whale_torch.comm.scale import Witness
 from whale_torch.comm.true_mean import TrueMeanLoss
-from whale_torch.errors import LossError, PlanError
+from whale_torch.errors import CommError, LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.cost import may_call_losses
 from whale_torch.planning.plan import GatherRecord, Plan
@@ -32,6 +33,7 @@ from whale_torch.strategies.state_hooks import cut_places
 __all__ = ["CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
 
 KEY = "_whale_runtime"
+_EVALUATION = "model(...) in evaluation"
 
 
 class CopiedRuntime:
@@ -46,12 +48,23 @@ class CopiedRuntime:
         trained = any(p.requires_grad for p in model.parameters())
 
         def leave(x: Tensor) -> Tensor:
-            x = x.rows() if isinstance(x, Columns) else x
+            x = x.rows(_EVALUATION) if isinstance(x, Columns) else x
             if trained and x.requires_grad:
                 x.register_hook(_refuse_gradient)
             return x
 
-        return map_tensors(forward(model, *args, **kwargs), leave)
+        with _evaluated(model):
+            return map_tensors(forward(model, *args, **kwargs), leave)
+
+
+@contextlib.contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Says of a failed exchange that it belongs to an evaluation: most often one that a rank makes alone."""
+    try:
+        yield
+    except CommError as error:
+        fix = "call the model on all ranks together, to evaluate too: each holds a part of the answer"
+        raise error.inside(f"{_EVALUATION} of {model._get_name()}", fix) from error.__cause__
 
 
 def _refuse_gradient(grad: Tensor) -> Tensor:
@@ -100,6 +113,12 @@ class Runtime:
         """One forward of the whole model: rows counted, outputs weighed and reducers armed by them."""
         if self.call is not None:  # the model calls itself
             return forward(model, *args, **kwargs)
+        if self.mesh.world == 1 or (model.training and torch.is_grad_enabled()):
+            return self._run(forward, model, args, kwargs)
+        with _evaluated(model):
+            return self._run(forward, model, args, kwargs)
+
+    def _run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grad = torch.is_grad_enabled()
         training = model.training and grad
         if self.mesh.world == 1 or (not grad and self.plan.feed_size == 1):  # no weights and nothing to average
@@ -112,7 +131,7 @@ class Runtime:
             self._check_parameters(model)
         call = self._begin(args, kwargs, model.training)
         if grad and self.plan.num_feeds > 1 and any(x.requires_grad for x in tensors_in((args, kwargs))):
-            args, kwargs = map_tensors((args, kwargs), functools.partial(accept, call=call))
+            args, kwargs = map_tensors((args, kwargs), functools.partial(_taken, call=call))
         watched = self.plan.feed_size > 1 and model.training not in self._draws
         before = stream_code(self.mesh.device) if watched else 0
         try:
@@ -158,7 +177,7 @@ class Runtime:
             if isinstance(x, Columns):
                 if training or x.place.region.keeps_columns:
                     return x if call is None else _deliver_columns(x, call)
-                x = x.rows()
+                x = x.rows(_EVALUATION)
             return x if call is None else deliver(x, call)
 
         return one(out) if isinstance(out, Tensor) else map_tensors(out, one)
@@ -198,8 +217,6 @@ class Runtime:
 
     def current_plan(self) -> Plan:
         """The plan in force, with what was gathered implicitly so far."""
-        from dataclasses import replace
-
         return replace(self.plan, gathers=self.gathers())
 
     def gathers(self) -> tuple[GatherRecord, ...]:
@@ -209,6 +226,14 @@ class Runtime:
             for region in self.regions
             for (operation, site), (count, num_bytes) in region.gathered.items()
         )
+
+
+def _taken(x: Tensor, call: Call) -> Tensor:
+    """An input of the model. A split's output that a model gave is weighed where the loss is, and not here too."""
+    if not isinstance(x, Columns) or x.place.call is None:
+        return accept(x, call)
+    local = plain(x) if x.deferred is None else deliver(plain(x), x.place.call, weigh=False)
+    return Columns.of(local, replace(x.place, call=None), x.hold)
 
 
 def _deliver_columns(x: Columns, call: Call) -> Columns:

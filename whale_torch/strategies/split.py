@@ -37,12 +37,16 @@ def groups_of(plan: Plan, mesh: Mesh, device_name: str) -> tuple[Group, Group, G
 
 
 def cut_parameters(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, ParameterPlace]:
-    """Where every cut parameter is to lie, by its first name; nothing is touched."""
+    """Where every cut parameter is to lie, by its first name; nothing is touched.
+
+    Raises PlanError where nothing runs a cut that the plan decided.
+    """
     first = {id(p): name for name, p in model.named_parameters()}
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, ParameterPlace] = {}
     for cut in plan.cuts:
         graph = plan.taskgraph_of(cut.module)
+        run_class(cut, type(modules[cut.module]))
         columns, _, _, copies = groups_of(plan, mesh, graph.device)
         for key, shard in cut.shards:
             owner_name, _, attribute = f"{cut.module}.{key}".strip(".").rpartition(".")
@@ -76,7 +80,7 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, Parame
                 headers=headers,
                 strict=graph.option("split", "gather") == "error",
                 keeps_columns=graph.option("split", "output") == "columns",
-                on_host=plan.cluster.device == "cpu",
+                on_host=(plan.cluster.device if mesh.device.type == "meta" else mesh.device.type) == "cpu",
             )
         module = modules[decided.module]
         module.__class__ = run_class(decided, type(module))

@@ -14,6 +14,7 @@ from whale_torch.comm.local_random import LocalRandom
 from whale_torch.comm.region import Region
 from whale_torch.comm.rows import enter_samples, enter_shared
 from whale_torch.errors import LayoutError
+from whale_torch.strategies.batch import digest
 from whale_torch.strategies.split_rules import SplitModule, register_class
 
 __all__ = ["HeadAttention"]
@@ -176,13 +177,9 @@ class _Masks:
         return tuple(row[0] for row in rows), any(states), min(states) == 2
 
     def _digest(self, mask: Tensor) -> int:
-        if mask.is_meta:
-            return 0
         known: int | None = self._region.recall(mask, "digest of a mask")
         if known is None:
-            bits = mask.detach().to(torch.uint8) if mask.dtype == torch.bool else mask.detach()
-            hashed = 0 if mask.is_meta else int(torch.hash_tensor(bits).item())
-            known = (hashed + hash(tuple(mask.shape))) & 0x7FFFFFFFFFFFFFFF
+            known = digest(mask)
             self._region.remember(mask, "digest of a mask", known)
         return known
 

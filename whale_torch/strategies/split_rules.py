@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from whale_torch.comm.columns import Columns, ColumnsPlace, Hold
 from whale_torch.comm.region import Region
+from whale_torch.errors import PlanError
 from whale_torch.planning.rules import Cut, PlanFunction, register_rule, unregister_rule
 from whale_torch.strategies.copies import Replacement
 
@@ -87,8 +88,15 @@ def register_class(rule: str, role: str, run: type[SplitModule] | ClassFactory) 
 
 
 def run_class(cut: Cut, module_type: type[nn.Module]) -> type[SplitModule]:
-    """The class that runs a cut module."""
-    run = _CLASSES[cut.rule, cut.role]
+    """The class that runs a cut module. Raises PlanError for a rule or role that nobody registered."""
+    run = _CLASSES.get((cut.rule, cut.role))
+    if run is None:
+        known = sorted({role for rule, role in _CLASSES if rule == cut.rule})
+        raise PlanError(
+            f"the plan's cut of '{cut.module}' cannot be carried out: nothing runs rule {cut.rule!r} in the role "
+            f"{cut.role!r} (known roles: {known}).",
+            fix="register the rule before wh.parallelize, or make the plan anew: wh.plan(model, cluster=...)",
+        )
     return run if isinstance(run, type) else run(module_type)
 
 

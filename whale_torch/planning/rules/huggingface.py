@@ -86,8 +86,8 @@ def _register_a_rule(name: str) -> str:
     return f"register a rule for '{name}' (register_split_rule), or move it out of the split scope"
 
 
-def _heads(module: nn.Module, name: str, context: RuleContext) -> tuple[int, int]:
-    """(key and value heads, query heads). Raises PlanError where the ranks cannot share the former evenly."""
+def _key_value_heads(module: nn.Module, name: str, context: RuleContext) -> int:
+    """How many heads of keys and values there are. Raises PlanError where the ranks cannot share them evenly."""
     config: Any = getattr(module, "config", None)
     queries = getattr(config, "num_attention_heads", None)
     if not isinstance(queries, int):
@@ -96,18 +96,18 @@ def _heads(module: nn.Module, name: str, context: RuleContext) -> tuple[int, int
             where=context.site,
             fix=_register_a_rule(name),
         )
-    keys = getattr(config, "num_key_value_heads", None) or queries
+    keys: int = getattr(config, "num_key_value_heads", None) or queries
     if keys % context.size:
         raise PlanError(
             f"attention '{name}' has {keys} key/value heads, which {context.size} ranks cannot share evenly.",
             where=context.site,
             fix=f"wh.split(size=...) with a size that divides {keys}, or move it out of the split scope",
         )
-    return keys, queries
+    return keys
 
 
 def _plan_attention(module: nn.Module, name: str, context: RuleContext, styles: dict[str, str]) -> list[Cut]:
-    keys, _ = _heads(module, name, context)
+    keys = _key_value_heads(module, name, context)
     widths = balanced(keys, context.size)
     shards: list[tuple[str, Shard]] = []
     for key, style in styles.items():

@@ -47,6 +47,10 @@ class Cut:
     elements_in: int = 0
     elements_out: int = 0
 
+    def full_name(self, key: str) -> str:
+        """The name in the model of a parameter that `shards` names."""
+        return f"{self.module}.{key}" if self.module else key
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data."""
         return asdict(self) | {"shards": {name: asdict(shard) for name, shard in self.shards}}
