@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.planning.plan import Plan
@@ -93,15 +92,18 @@ class Programs:
         )
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        leaves, spec = tree_flatten((args, dict(kwargs)))
-        forms = tuple(_form(x) for x in leaves)
         state = (tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters))
-        return forms, str(spec), Context.now(), hash(state)
+        return _form(args), _form(dict(kwargs)), Context.now(), hash(state)
 
 
 def _form(x: Any) -> Any:
+    """What of a call's arguments a recording may depend on, hashable."""
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.stride()
+    if isinstance(x, (tuple, list)):
+        return type(x), tuple(map(_form, x))
+    if isinstance(x, dict):
+        return type(x), tuple((key, _form(value)) for key, value in x.items())
     return x if isinstance(x, (int, float, str, type(None))) else repr(x)
 
 
