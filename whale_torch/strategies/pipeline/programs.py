@@ -14,8 +14,10 @@ from whale_torch.planning.plan import Plan
 from whale_torch.strategies.pipeline.outputs import losses_of, training_results
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Context, Graph, Node, nodes_in
+from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Count, Loss, rewrite
+from whale_torch.trace.sizes import Sizes
 from whale_torch.trace.tracer import Leaf, record
 from whale_torch.trace.twin import Twin
 
@@ -73,14 +75,17 @@ class Programs:
 
     def _make(self, graph: Graph, mode: Mode, args: Any, kwargs: Any, rows: int) -> Program:
         num_stages = self._plan.num_stages
+        resize = (self._batch_dim, rows, next(p for p in _PRIMES if p != rows))
+        other = record(self._twin, args, kwargs, self._leaf, resize=resize)
         loss, scalars = losses_of(graph) if mode == "train" else (None, [])
         if loss is None:
             returned = tuple(dict.fromkeys(nodes_in(graph.output)))
+            refuse_mixing(graph.needed(returned), Sizes.of(graph, other))
             return Program("outputs", cut(graph, returned, num_stages), graph.output, returned)
-        resize = (self._batch_dim, rows, next(p for p in _PRIMES if p != rows))
-        other = record(self._twin, args, kwargs, self._leaf, resize=resize)
         how: Any = self._plan.micro_batch_loss
         rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
+        if how is None:
+            refuse_mixing(rewritten.graph.needed([one.node for one in rewritten.losses]), Sizes.of(graph, other))
         return Program(
             "train",
             cut(rewritten.graph, tuple(found.node for found in rewritten.losses), num_stages),
