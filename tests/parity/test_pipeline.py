@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tests.parity.metric import relative_error
 from tests.parity.pipeline_cases import CASES, annotated
 from tests.parity.split_case import gradients_of
 from tests.world import world
-from whale_torch.planning.schedules import make
+from whale_torch.planning.schedules import Action, Edges, Schedule, make, validate
 
 BAR = 1e-5
 
@@ -186,3 +187,39 @@ def _mutated(rank: int, n: int, how: str) -> float:
 @pytest.mark.parametrize("how", ["mean of means", "tie not summed", "skip dropped"])
 def test_the_suite_catches(how: str) -> None:
     assert max(world(4, _mutated, how)) > 1e-3
+
+
+def _random_schedule(seed: int, stages: int, batches: int, ranks: int) -> Schedule:
+    """A legal table: each rank takes, in turns at random, any action whose inputs were made."""
+    chosen = random.Random(seed)
+    edges, made = Edges.of(stages), set()
+    left = [
+        [Action(k, s, m) for s in range(r, stages, ranks) for m in range(batches) for k in "FB"] for r in range(ranks)
+    ]  # type: ignore[arg-type]
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    while any(left):
+        rank = chosen.choice([r for r in range(ranks) if left[r]])
+        ready = [action for action in left[rank] if made.issuperset(edges.needs(action))]
+        if ready:
+            action = chosen.choice(ready)
+            left[rank].remove(action)
+            rows[rank].append(action)
+            made.add(action.result)
+    schedule = Schedule(f"random {seed}", stages, batches, ranks, tuple(map(tuple, rows)))
+    validate(schedule)
+    return schedule
+
+
+def _at_random(rank: int, n: int, name: str, seed: int) -> float:
+    from whale_torch.strategies.pipeline import run
+
+    run.make = lambda kind, stages, batches, ranks: _random_schedule(seed, stages, batches, ranks)
+    losses, gradients, state, _ = _trained(rank, n, name, "uneven", 1, {"num_micro_batches": 3})
+    return max([*losses, *gradients, state])
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("n", "name"), [(2, "skips"), (3, "nests"), (4, "twice"), (4, "tied"), (8, "skips")])
+@pytest.mark.matrix(keep=4)
+def test_random_legal_schedules_run_to_the_end(n: int, name: str, seed: int) -> None:
+    assert max(world(n, _at_random, name, seed, timeout=30)) < BAR
