@@ -17,6 +17,7 @@ from tests.parity.pipeline_cases import CASES, annotated
 from tests.parity.split_case import gradients_of
 from tests.world import world
 from whale_torch.planning.schedules import Action, Edges, Schedule, make, validate
+from whale_torch.planning.schedules.actions import Kind
 
 BAR = 1e-5
 
@@ -193,9 +194,10 @@ def _random_schedule(seed: int, stages: int, batches: int, ranks: int) -> Schedu
     """A legal table: each rank takes, in turns at random, any action whose inputs were made."""
     chosen = random.Random(seed)
     edges, made = Edges.of(stages), set()
+    kinds: tuple[Kind, Kind] = ("F", "B")
     left = [
-        [Action(k, s, m) for s in range(r, stages, ranks) for m in range(batches) for k in "FB"] for r in range(ranks)
-    ]  # type: ignore[arg-type]
+        [Action(k, s, m) for s in range(r, stages, ranks) for m in range(batches) for k in kinds] for r in range(ranks)
+    ]
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     while any(left):
         rank = chosen.choice([r for r in range(ranks) if left[r]])

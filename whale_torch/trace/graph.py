@@ -92,8 +92,11 @@ class Node:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Callable[..., Any]) -> Any:
         """The value that `target`, the function or the live module, gives for arguments."""
-        with self.context.entered() if self.context is not None else contextlib.nullcontext():
+        if self.context is None:
             out = target(*args, **kwargs)
+        else:
+            with self.context.entered():
+                out = target(*args, **kwargs)
         return out if self.writes is None else list(leaves_in((args, kwargs)))[self.writes]
 
 

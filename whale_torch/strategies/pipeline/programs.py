@@ -121,7 +121,7 @@ def _form(x: Any) -> Any:
 
 
 def _count_program(count: Count) -> StageProgram:
-    steps = tuple(Step(node, ()) for node in count.nodes)
+    steps = tuple(Step.of(node, ()) for node in count.nodes)
     return StageProgram(0, steps, {}, {}, count.result, False, (), ())
 
 
