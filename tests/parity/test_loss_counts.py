@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from tests.parity.metric import relative_error
 from tests.parity.replica_cases import gradients
 from tests.world import outcomes, world
 from whale_torch.comm.loss_counts import LossCounts, _check_lines, _same_loss
-from whale_torch.errors import LossError
+from whale_torch.errors import CommError, LossError
 
 IGNORED = -100
 BAR = 2e-5
@@ -293,3 +294,18 @@ def test_lines_match_in_order_of_calls() -> None:
         with pytest.raises(LossError, match=r"rank 0 in the lines .* rank 1 in the lines"):
             _check_lines([[7, 8, 8, 9], wrong])
     assert _same_loss([[7, 8, 8], [8], [7, 8]], 1) == [[(0, 1), (1, 0), (2, 1)]]
+
+
+def two_models_rank(rank: int, n: int) -> None:
+    """Rank 1 goes on after an error in one model's forward, with the other model."""
+    judge, plain = wh.parallelize(EitherOr(), timeout=3.0), wh.parallelize(nn.Linear(4, 5), timeout=3.0)
+    x = torch.ones(2, 4)
+    for step in range(2):
+        with contextlib.suppress(IndexError):
+            judge(x, torch.tensor([1, 9 if rank and step else 2])).backward()
+        plain(x).mean().backward()
+
+
+def test_models_with_and_without_losses_never_read_each_others_counts() -> None:
+    for ended in outcomes(2, two_models_rank, timeout=40):
+        assert isinstance(ended.error, CommError), (ended.error, ended.output)

@@ -89,7 +89,6 @@ class Runtime:
         self._reader = reader
         self.plan, self.mesh, self.regions, self._make_reducers = plan, mesh, regions, make_reducers
         self.call: Call | None = None
-        self._counts_group = mesh.everyone(channel="row counts")
         self._delayed = [
             m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
         ]
@@ -102,6 +101,9 @@ class Runtime:
         self._draws: set[bool] = set()  # in which modes, training or not, forwards were seen to draw random numbers
         self._seeks_losses = plan.num_feeds > 1 and may_call_losses(model)
         apart = self._seeks_losses and plan.feed_size > 1
+        # longer messages on a channel of their own: a rank may leave out a forward of one model, and none of another
+        longer = self._seeks_losses and not apart
+        self._counts_group = mesh.everyone(channel="counts of losses" if longer else "row counts")
         self._labels_group = mesh.everyone(channel="counts of labels") if apart else self._counts_group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
