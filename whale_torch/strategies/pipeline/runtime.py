@@ -32,7 +32,8 @@ __all__ = ["PipelineRuntime"]
 class PipelineRuntime(Runtime):
     """Plan in force, groups, programs and reducers of one pipelined model.
 
-    programs: made before anything of the model was cut. pipeline: this rank's pipeline, in order of its places.
+    programs: made before anything of the model was cut. pipeline: this rank's pipeline, in order of its places; wires:
+    the same ranks, for messages between stages.
     replicas: the ranks that run the same stages on other batches. peak: the most forwards, of micro-batches at own
     stages, that ever waited for their backward.
     """
@@ -52,7 +53,8 @@ class PipelineRuntime(Runtime):
         self.plan, self.mesh, self.regions, self.sync = plan, mesh, regions, True
         self.keeps = False  # whether parameters hold gradients that were not averaged
         self.loss_scale: Callable[[], float] = lambda: 1.0
-        self.pipeline = mesh.group("a pipeline", device.pipelines, channel="stages")
+        self.pipeline = mesh.group("a pipeline", device.pipelines)
+        self.wires = mesh.group("a pipeline", device.pipelines, channel="stages")
         self.replicas = mesh.group("replicas of a pipeline", device.copies)
         self.batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
         self.programs = programs
