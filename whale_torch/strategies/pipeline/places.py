@@ -12,7 +12,7 @@ from torch import nn
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
-from whale_torch.errors import CommError
+from whale_torch.errors import CommError, TraceError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan, Reduce
 from whale_torch.strategies.pipeline.stand_ins import StandIns
@@ -72,13 +72,30 @@ class Places:
         self._site = plan.pipeline.site
         self._plan, self._mesh, self._pipeline = plan, mesh, pipeline
         self._parameters = dict(model.named_parameters())
-        self.stages = _stages(model, plan, programs)
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.stages = self._used(programs)
+        for name, stages in self.stages.items():  # what no stage uses is where its module would be
+            if not stages:
+                stages.add(plan.pipeline.stage_of(name.rpartition(".")[0]) or 0)
         self._runs = {name: program.index for program in reversed(programs) for name in program.modules}
         self.ties: dict[tuple[int, ...], Group] = {}
         for name in self._parameters:
             places = self.places_of(name)
             if len(places) > 1 and places not in self.ties:
                 self.ties[places] = self._tie(places, "tied parameters")
+
+    def check(self, programs: Sequence[StageProgram]) -> None:
+        """Raises TraceError where a call of another kind uses a parameter on a place that does not hold it."""
+        for name, stages in self._used(programs).items():
+            missing = [stage for stage in stages if stage % self._pipeline.size not in self.places_of(name)]
+            if missing:
+                raise TraceError(
+                    f"this call uses '{name}' on stage {missing[0]}, but the first call used it on stages "
+                    f"{sorted(self.stages[name])}, and only their ranks hold it.",
+                    where=self._site,
+                    fix="put its module into a wh.stage() scope, or give wh.parallelize(sample_inputs=...) inputs that "
+                    "use it everywhere",
+                )
 
     def places_of(self, name: str) -> tuple[int, ...]:
         """The places that hold a parameter, ascending."""
@@ -133,7 +150,8 @@ class Places:
                         self._reducer(reduce, group, [held[name] for name in mine], stand_ins, len(places) or 1)
                     )
         if not self._plan.reduces:  # one pipeline: only what is tied
-            for places, tie in self.ties.items():
+            for places in self.ties:
+                tie = self._tie(places, f"gradients {places}")
                 mine = [n for n, p in held.items() if self.places_of(n) == places and p.requires_grad]
                 if mine:
                     found.append(self._tied_reducer(tie, [held[name] for name in mine], stand_ins, len(places)))
@@ -171,22 +189,15 @@ class Places:
         others = [rank for rank in range(self._plan.world) if rank not in set(ranks)]
         return self._mesh.group("holders of tied parameters", (tuple(ranks), *((r,) for r in others)), channel=channel)
 
-
-def _stages(model: nn.Module, plan: Plan, programs: Sequence[StageProgram]) -> dict[str, set[int]]:
-    """The stages that use each parameter, by its first name; one that none uses is on the stage around it, or the
-    first."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, set[int]] = {name: set() for name in first.values()}
-    for program in programs:
-        used = [p for name in program.modules for p in modules[name].parameters()]
-        for name in program.parameters:
-            owner, _, key = name.rpartition(".")
-            used.append(getattr(modules[owner], key))
-        for parameter in used:
-            found[first[id(parameter)]].add(program.index)
-    assert plan.pipeline is not None
-    for name, stages in found.items():
-        if not stages:
-            stages.add(plan.pipeline.stage_of(name.rpartition(".")[0]) or 0)
-    return found
+    def _used(self, programs: Sequence[StageProgram]) -> dict[str, set[int]]:
+        """The stages that use each parameter, by its first name."""
+        first = {id(p): name for name, p in self._parameters.items()}
+        found: dict[str, set[int]] = {name: set() for name in self._parameters}
+        for program in programs:
+            used = [p for name in program.modules for p in self._modules[name].parameters()]
+            for name in program.parameters:
+                owner, _, key = name.rpartition(".")
+                used.append(getattr(self._modules[owner], key))
+            for parameter in used:
+                found[first[id(parameter)]].add(program.index)
+        return found

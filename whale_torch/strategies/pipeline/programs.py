@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from whale_torch.errors import PlanError
 from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.planning.plan import Plan
-from whale_torch.strategies.pipeline.outputs import losses_of, training_results
+from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, training_results
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Context, Graph, Node, nodes_in
 from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
-from whale_torch.trace.reductions import Count, Loss, rewrite
+from whale_torch.trace.reductions import Combine, Count, rewrite
 from whale_torch.trace.sizes import Sizes
 from whale_torch.trace.tracer import Leaf, record
 from whale_torch.trace.twin import Twin
@@ -34,15 +34,15 @@ class Program:
     """One kind of call, cut into stages.
 
     mode: "train" gives the loss and other scalars, "outputs" everything that the model returns. results: the nest that
-    the user gets, with Nodes. returned: its Nodes, in the order in which the last stage gives their values. losses: of
-    "train", how the returned add up. loss: which of the returned. counts: of the loss.
+    the user gets, with Nodes. returned: its Nodes, in the order in which the last stage gives their values. combine:
+    how those among them that are numbers add up, by place. loss: which of the returned. counts: of the numbers.
     """
 
     mode: Mode
     stages: tuple[StageProgram, ...]
     results: Any
     returned: tuple[Node, ...]
-    losses: tuple[Loss, ...] = ()
+    combine: Mapping[int, Combine] = field(default_factory=dict)
     loss: Node | None = None
     counts: tuple[StageProgram, ...] = ()
 
@@ -82,24 +82,24 @@ class Programs:
         return self._known[key]
 
     def _make(self, graph: Graph, mode: Mode, args: Any, kwargs: Any, rows: int) -> Program:
-        num_stages = self._plan.num_stages
         resize = (self._batch_dim, rows, next(p for p in _PRIMES if p != rows))
         other = record(self._twin, args, kwargs, self._leaf, resize=resize)
         loss, scalars = losses_of(graph) if mode == "train" else (None, [])
         if loss is None:
-            returned = tuple(dict.fromkeys(nodes_in(graph.output)))
-            refuse_mixing(graph.needed(returned), Sizes.of(graph, other))
-            return Program("outputs", cut(graph, returned, num_stages), graph.output, returned)
+            mode, scalars = "outputs", numbers_of(graph)
         how: Any = self._plan.micro_batch_loss
         rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
+        losses = dict(zip(scalars, rewritten.losses, strict=True))
+        returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
+        given = [losses[node].node if node in losses else node for node in returned]
         if how is None:
-            refuse_mixing(rewritten.graph.needed([one.node for one in rewritten.losses]), Sizes.of(graph, other))
+            refuse_mixing(rewritten.graph.needed(given), Sizes.of(graph, other))
         return Program(
-            "train",
-            cut(rewritten.graph, tuple(found.node for found in rewritten.losses), num_stages),
-            training_results(graph.output),
-            tuple(scalars),
-            rewritten.losses,
+            mode,
+            cut(rewritten.graph, tuple(given), self._plan.num_stages),
+            training_results(graph.output) if mode == "train" else graph.output,
+            tuple(returned),
+            {returned.index(node): found.combine for node, found in losses.items()},
             loss,
             tuple(_count_program(count) for count in rewritten.counts),
         )

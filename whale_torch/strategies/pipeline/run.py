@@ -90,16 +90,17 @@ class Run:
         nodes = self.program.returned
         total = torch.zeros(len(nodes), dtype=torch.float64)
         for number, results in self._step.results.items():
-            values = torch.stack([x.to("cpu", torch.float64) for x in results])
-            rows = torch.tensor(
-                [self._shares[number] if loss.combine == "rows" else 1.0 for loss in self.program.losses]
-            )
-            total += values * rows
+            total += torch.stack([self._part(number, place, x) for place, x in enumerate(results)]).cpu()
         total = gather_equal(total, self.runtime.pipeline, name="the loss of a pipeline").sum(0)
         if self.runtime.replicas.size > 1:
             total = gather_equal(total, self.runtime.replicas, name="the loss of all pipelines").mean(0)
         device = self.runtime.mesh.device
         return {node: x.to(device, node.value.dtype) for node, x in zip(nodes, total.unbind(), strict=True)}
+
+    def _part(self, number: int, place: int, value: Tensor) -> Tensor:
+        """What a micro-batch gives of a number that the model returns, float64."""
+        rows = self.program.combine[place] == "rows"
+        return value.to(torch.float64) * (self._shares[number] if rows else 1.0)
 
     # ---- everything the model returns
 
@@ -115,7 +116,7 @@ class Run:
             self._act("F")
         self._step.messages.finish()
         outputs = self._outputs()
-        flows = [node for node in outputs if node.value.requires_grad]
+        flows = [self.program.returned[place] for place in self._roots()]
         given = DeliverLater.apply(  # type: ignore[no-untyped-call]
             self._backward, len(flows), *(outputs[node] for node in flows), *self.runtime.trained(), self.runtime.anchor
         )
@@ -136,12 +137,16 @@ class Run:
             if runtime.pipeline.index == runtime.last:
                 parts = [self._step.results[number][place] for number in range(len(nodes))]
             else:
-                parts = [torch.empty(n.value.shape, dtype=n.value.dtype, device=runtime.mesh.device) for n in nodes]
-            whole = self._joined(parts)
+                parts = [torch.zeros(n.value.shape, dtype=n.value.dtype, device=runtime.mesh.device) for n in nodes]
+            whole = self._joined(parts, place)
             found[nodes[0]] = broadcast(whole, runtime.pipeline, runtime.last, name="outputs of a pipeline")
         return found
 
-    def _joined(self, parts: list[Tensor]) -> Tensor:
+    def _joined(self, parts: list[Tensor], place: int) -> Tensor:
+        """The whole batch's value: numbers add up, rows stand one after the other, and what has none is the same."""
+        if place in self.program.combine:
+            total = torch.stack([self._part(number, place, x) for number, x in enumerate(parts)]).sum(0)
+            return total.round().to(parts[0].dtype) if not parts[0].is_floating_point() else total.to(parts[0].dtype)
         dim = self.runtime.batch_dim
         if parts[0].dim() > dim and all(x.shape[dim] == rows for x, rows in zip(parts, self.rows, strict=True)):
             return torch.cat(parts, dim)
@@ -189,19 +194,20 @@ class Run:
             one.reducer.arrive(whole)
 
     def _roots(self) -> list[int]:
-        """Which of the returned backward starts at: the loss, or every output."""
+        """Which of the returned backward starts at: the loss, or every output that is no number."""
         program = self.program
         if program.loss is not None:
             return [program.returned.index(program.loss)]
-        return [place for place, node in enumerate(program.returned) if node.value.requires_grad]
+        tensors = [place for place in range(len(program.returned)) if place not in program.combine]
+        return [place for place in tensors if program.returned[place].value.requires_grad]
 
     def _seeds(self, action: Action) -> list[Tensor | None]:
         if action.stage != self._num_stages - 1:
             return []
         loss = self.program.loss
         if loss is not None:
-            combine = self.program.losses[self.program.returned.index(loss)].combine
-            seed = self._scale * (self._shares[action.micro_batch] if combine == "rows" else 1.0)
+            rows = self.program.combine[self.program.returned.index(loss)] == "rows"
+            seed = self._scale * (self._shares[action.micro_batch] if rows else 1.0)
             return [torch.full((), seed, dtype=loss.value.dtype, device=self.runtime.mesh.device)]
         return [None if parts is None else parts[action.micro_batch] for parts in self._seeds_of_outputs]
 
