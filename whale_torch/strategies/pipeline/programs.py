@@ -44,6 +44,11 @@ class Program:
     loss: Node | None = None
     counts: tuple[StageProgram, ...] = ()
 
+    @property
+    def gives_scalars(self) -> bool:
+        """Whether some of what is returned is no row of a sample: a loss, a metric."""
+        return any(isinstance(node.value, Tensor) and node.value.dim() == 0 for node in self.returned)
+
 
 class Programs:
     """Records and cuts the calls of one model, each kind once.

@@ -102,6 +102,9 @@ class PipelineRuntime(Runtime):
         assert self.plan.pipeline is not None
         cut = micro_batches(args, kwargs, rows, self.plan.pipeline.num_micro_batches, self.batch_dim)
         programs = [self.programs.of(*call, count, mode) for call, count in zip(cut.calls, cut.rows, strict=True)]
+        if len(cut) > 1 and programs[0].mode == "outputs" and programs[0].gives_scalars:
+            cut = micro_batches(args, kwargs, rows, 1, self.batch_dim)  # a loss as it is, whatever it is made of
+            programs = [self.programs.of(*cut.calls[0], rows, mode)]
         return cut, programs
 
     def find(self, node: Node) -> Any:
