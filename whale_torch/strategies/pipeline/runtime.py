@@ -62,6 +62,7 @@ class PipelineRuntime(Runtime):
         self._reader = reader
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._places: Places | None = None
+        self._settled: set[int] = set()  # programs that fit the places, which live as long as this
         self.stand_ins: StandIns
         self.reducers: list[StageReducer] = []
         self.stages = set(range(self.pipeline.index, plan.pipeline.num_stages, self.pipeline.size))
@@ -80,7 +81,7 @@ class PipelineRuntime(Runtime):
         self.number += 1
         grad = torch.is_grad_enabled()
         cut, programs = self._cut(args, kwargs, batch.rows, "train" if grad and model.training else "outputs")
-        self._settle(model, programs[0])
+        self._settle(model, programs)
         inputs = [list(tensors_in(call)) for call in cut.calls]
         shares, totals = self._meet(batch, self._counts(programs, inputs), cut.rows)
         batches = [MicroBatch(i, p.stages, totals) for i, p in zip(inputs, programs, strict=True)]
@@ -94,7 +95,7 @@ class PipelineRuntime(Runtime):
         rows = self._reader.read(args, kwargs, hashed=False).rows
         with torch.enable_grad():
             _, programs = self._cut(args, kwargs, rows, "train" if model.training else "outputs")
-        self._settle(model, programs[0])
+        self._settle(model, programs)
 
     def _cut(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, mode: Mode
@@ -140,11 +141,15 @@ class PipelineRuntime(Runtime):
         """This rank's parameters that get gradients."""
         return [p for p in self.stand_ins.parameters if p.requires_grad]
 
-    def _settle(self, model: nn.Module, program: Program) -> None:
+    def _settle(self, model: nn.Module, programs: list[Program]) -> None:
         """At the first call: which rank holds what. Later calls must not use a parameter elsewhere."""
-        places = Places(model, self.plan, self.mesh, self.pipeline, program.stages) if self._places is None else None
-        if places is None:
+        if self._places is not None:
+            for program in programs:
+                if id(program) not in self._settled:
+                    self._places.check(program.stages)
+                    self._settled.add(id(program))
             return
+        places = Places(model, self.plan, self.mesh, self.pipeline, programs[0].stages)
         self._places = places
         places.note()
         attach_state_hooks(model)
