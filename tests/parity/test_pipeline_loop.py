@@ -276,7 +276,7 @@ def test_every_rank_gets_what_a_pipeline_evaluates(n: int) -> None:
 
 
 def _numbers(rank: int, n: int, name: str) -> float:
-    """Loss and accuracy in evaluation, of the pipeline's own batch; replicas may evaluate different numbers of times."""
+    """Loss and accuracy in evaluation, of the pipeline's own batch; replicas may evaluate more or less often."""
     both = _Both(rank, name)
     error = 0.0
     both.model.eval()

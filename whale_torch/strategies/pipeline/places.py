@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
-from whale_torch.errors import CommError, TraceError
+from whale_torch.errors import CommError, LayoutError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan, Reduce
 from whale_torch.strategies.pipeline.stand_ins import StandIns
@@ -73,10 +74,7 @@ class Places:
         self._plan, self._mesh, self._pipeline = plan, mesh, pipeline
         self._parameters = dict(model.named_parameters())
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self.stages = self._used(programs)
-        for name, stages in self.stages.items():  # what no stage uses is where its module would be
-            if not stages:
-                stages.add(plan.pipeline.stage_of(name.rpartition(".")[0]) or 0)
+        self.stages = self._stages(programs)
         self._runs = {name: program.index for program in reversed(programs) for name in program.modules}
         self.ties: dict[tuple[int, ...], Group] = {}
         for name in self._parameters:
@@ -84,18 +82,27 @@ class Places:
             if len(places) > 1 and places not in self.ties:
                 self.ties[places] = self._tie(places, "tied parameters")
 
-    def check(self, programs: Sequence[StageProgram]) -> None:
-        """Raises TraceError where a call of another kind uses a parameter on a place that does not hold it."""
-        for name, stages in self._used(programs).items():
-            missing = [stage for stage in stages if stage % self._pipeline.size not in self.places_of(name)]
-            if missing:
-                raise TraceError(
-                    f"this call uses '{name}' on stage {missing[0]}, but the first call used it on stages "
-                    f"{sorted(self.stages[name])}, and only their ranks hold it.",
-                    where=self._site,
-                    fix="put its module into a wh.stage() scope, or give wh.parallelize(sample_inputs=...) inputs that "
-                    "use it everywhere",
-                )
+    def _used(self, programs: Sequence[StageProgram]) -> dict[str, set[int]]:
+        """The stages that use each parameter, by its first name."""
+        first = {id(p): name for name, p in self._parameters.items()}
+        found: dict[str, set[int]] = {name: set() for name in self._parameters}
+        for program in programs:
+            used = [p for name in program.modules for p in self._modules[name].parameters()]
+            for name in program.parameters:
+                owner, _, key = name.rpartition(".")
+                used.append(getattr(self._modules[owner], key))
+            for parameter in used:
+                found[first[id(parameter)]].add(program.index)
+        return found
+
+    def _stages(self, programs: Sequence[StageProgram]) -> dict[str, set[int]]:
+        """As `_used`; a parameter that no stage uses is on the stage around it, or the first."""
+        assert self._plan.pipeline is not None
+        found = self._used(programs)
+        for name, stages in found.items():
+            if not stages:
+                stages.add(self._plan.pipeline.stage_of(name.rpartition(".")[0]) or 0)
+        return found
 
     def places_of(self, name: str) -> tuple[int, ...]:
         """The places that hold a parameter, ascending."""
@@ -111,6 +118,17 @@ class Places:
         """This rank's parameters, by name."""
         here = self._pipeline.index
         return {name: p for name, p in self._parameters.items() if here in self.places_of(name)}
+
+    def check(self, programs: Sequence[StageProgram]) -> None:
+        """Raises LayoutError, alike on every rank, where a further kind of call uses a parameter on another stage."""
+        for name, stages in self._used(programs).items():
+            if not stages <= self.stages[name]:
+                raise LayoutError(
+                    f"this call uses '{name}' on {_named(stages)}, and it lies with {_named(self.stages[name])}, where "
+                    "the first call used it or where it was put unused.",
+                    where=self._site,
+                    fix="put its module into a wh.stage(), or make the first call (or sample_inputs) one that uses it",
+                )
 
     def note(self) -> None:
         """Notes for every parameter where it lies; gives those of other ranks no memory, but their shape."""
@@ -133,6 +151,10 @@ class Places:
             set_place(parameter, place)
             if name not in held:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        ours = {id(parameter) for parameter in held.values()}
+        for name, module in self._modules.items():
+            if any(p is not None and id(p) not in ours for p in module._parameters.values()):
+                module.register_forward_pre_hook(_refusal(name, self._site))
 
     def reducers(self, stand_ins: StandIns) -> list[StageReducer]:
         """One reducer for every group of this rank's gradients that are averaged together."""
@@ -189,15 +211,20 @@ class Places:
         others = [rank for rank in range(self._plan.world) if rank not in set(ranks)]
         return self._mesh.group("holders of tied parameters", (tuple(ranks), *((r,) for r in others)), channel=channel)
 
-    def _used(self, programs: Sequence[StageProgram]) -> dict[str, set[int]]:
-        """The stages that use each parameter, by its first name."""
-        first = {id(p): name for name, p in self._parameters.items()}
-        found: dict[str, set[int]] = {name: set() for name in self._parameters}
-        for program in programs:
-            used = [p for name in program.modules for p in self._modules[name].parameters()]
-            for name in program.parameters:
-                owner, _, key = name.rpartition(".")
-                used.append(getattr(self._modules[owner], key))
-            for parameter in used:
-                found[first[id(parameter)]].add(program.index)
-        return found
+
+def _refusal(name: str, site: str) -> Callable[..., NoReturn]:
+    """What a module does that is called where its parameters are not."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise LayoutError(
+            f"module '{name}' of a pipelined model was called on a rank that does not hold its parameters.",
+            where=site,
+            fix="call the model itself, on all ranks of the pipeline; of a Hugging Face encoder-decoder, generate() "
+            "calls the encoder alone: generate with the model before wh.parallelize",
+        )
+
+    return refuse
+
+
+def _named(stages: set[int]) -> str:
+    return f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, sorted(stages)))}"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from whale_torch.errors import PlanError
+from whale_torch.errors import LossError, PlanError
 from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, training_results
@@ -36,6 +36,7 @@ class Program:
     mode: "train" gives the loss and other scalars, "outputs" everything that the model returns. results: the nest that
     the user gets, with Nodes. returned: its Nodes, in the order in which the last stage gives their values. combine:
     how those among them that are numbers add up, by place. loss: which of the returned. counts: of the numbers.
+    whole: some number is no sum over samples, so all of the batch has to be one micro-batch.
     """
 
     mode: Mode
@@ -45,6 +46,7 @@ class Program:
     combine: Mapping[int, Combine] = field(default_factory=dict)
     loss: Node | None = None
     counts: tuple[StageProgram, ...] = ()
+    whole: bool = False
 
 
 class Programs:
@@ -88,7 +90,13 @@ class Programs:
         if loss is None:
             mode, scalars = "outputs", numbers_of(graph)
         how: Any = self._plan.micro_batch_loss
-        rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
+        try:
+            rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
+        except LossError:
+            if mode == "train":
+                raise
+            outputs = tuple(dict.fromkeys(nodes_in(graph.output)))
+            return Program(mode, cut(graph, outputs, self._plan.num_stages), graph.output, outputs, whole=True)
         losses = dict(zip(scalars, rewritten.losses, strict=True))
         returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
         given = [losses[node].node if node in losses else node for node in returned]

@@ -153,7 +153,7 @@ class Run:
         return parts[0].clone()
 
     def _parts(self, grad: Tensor) -> list[Tensor]:
-        return list(grad.split(self.rows, self.runtime.batch_dim))
+        return list(grad.split(self.rows, self.runtime.batch_dim)) if len(self.rows) > 1 else [grad]
 
     # ---- the schedule
 

@@ -110,6 +110,9 @@ class PipelineRuntime(Runtime):
         assert self.plan.pipeline is not None
         cut = micro_batches(args, kwargs, rows, self.plan.pipeline.num_micro_batches, self.batch_dim)
         kinds = {rows: self.programs.of(*cut.call(rows), rows, mode) for rows in dict.fromkeys(cut.rows)}
+        if len(cut.rows) > 1 and any(program.whole for program in kinds.values()):
+            cut = micro_batches(args, kwargs, rows, 1, self.batch_dim)
+            kinds = {rows: self.programs.of(*cut.call(rows), rows, mode)}
         return cut, [kinds[rows] for rows in cut.rows]
 
     def find(self, node: Node) -> Any:

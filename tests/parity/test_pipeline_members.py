@@ -1,0 +1,74 @@
+"""A module of a pipeline is never run with the values of a rank that does not hold it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import whale_torch as wh
+from tests.world import outcomes, world
+
+WIDTH = 6
+
+
+class _Optional(nn.Module):
+    """Three stages; `extra`, which no scope names, is used where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.extra = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.c = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, y: Tensor, more: bool = False) -> Tensor:
+        h = self.b(self.a(x))
+        return F.cross_entropy(self.c(self.extra(h) if more else h), y)
+
+
+def _pipeline(extra: str) -> tuple[Any, Any, Tensor, Tensor]:
+    """The pipelined model, its one-process twin, a batch."""
+    torch.manual_seed(0)
+    model: Any = _Optional()
+    alone = copy.deepcopy(model)
+    stages = {name: wh.stage() for name in ("a", f"b{extra}", "c")}
+    wh.annotate(model, stages, inside=wh.pipeline(num_micro_batches=2))  # type: ignore[call-overload]
+    wh.parallelize(model)
+    torch.manual_seed(1)
+    return model, alone, torch.randn(4, WIDTH), torch.randint(3, (4,))
+
+
+def _member(rank: int, n: int) -> None:
+    model, _, x, y = _pipeline("")
+    model(x, y).backward()
+    model.a(x)
+
+
+def test_a_member_called_where_it_is_not_raises() -> None:
+    """The first rank holds it; the others have no values to compute with."""
+    first, *others = outcomes(3, _member)
+    assert first.ok
+    for other in others:
+        assert isinstance(other.error, wh.LayoutError)
+        assert "module 'a' of a pipelined model was called on a rank that does not hold" in str(other.error)
+
+
+def _later(rank: int, n: int, extra: str) -> tuple[str, float]:
+    """What is said of a later call that uses more modules, and its error where nothing is said."""
+    model, alone, x, y = _pipeline(extra)
+    model(x, y).backward()
+    try:
+        return "", float((model(x, y, more=True) - alone(x, y, more=True)).detach().abs())
+    except wh.LayoutError as error:
+        return str(error), 0.0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_later_call_that_uses_more(n: int) -> None:
+    for said, error in world(n, _later, "|extra"):
+        assert said == "" and error < 1e-6
+    for said, _ in world(n, _later, ""):
+        assert "this call uses 'extra.weight' on stage 1, and it lies with stage 0" in said
