@@ -36,7 +36,7 @@ class Program:
     mode: "train" gives the loss and other scalars, "outputs" everything that the model returns. results: the nest that
     the user gets, with Nodes. returned: its Nodes, in the order in which the last stage gives their values. combine:
     how those among them that are numbers add up, by place. loss: which of the returned. counts: of the numbers.
-    whole: some number is no sum over samples, so all of the batch has to be one micro-batch.
+    whole: all of the batch has to be one micro-batch, for a number that is no sum over samples, or has a gradient.
     """
 
     mode: Mode
@@ -90,13 +90,14 @@ class Programs:
         if loss is None:
             mode, scalars = "outputs", numbers_of(graph)
         how: Any = self._plan.micro_batch_loss
+        if mode == "outputs" and any(node.value.requires_grad for node in scalars):
+            return self._whole(graph)  # a loss in eval(), from which backward may start
         try:
             rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
         except LossError:
             if mode == "train":
                 raise
-            outputs = tuple(dict.fromkeys(nodes_in(graph.output)))
-            return Program(mode, cut(graph, outputs, self._plan.num_stages), graph.output, outputs, whole=True)
+            return self._whole(graph)
         losses = dict(zip(scalars, rewritten.losses, strict=True))
         returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
         given = [losses[node].node if node in losses else node for node in returned]
@@ -111,6 +112,10 @@ class Programs:
             loss,
             tuple(_count_program(count) for count in rewritten.counts),
         )
+
+    def _whole(self, graph: Graph) -> Program:
+        outputs = tuple(dict.fromkeys(nodes_in(graph.output)))
+        return Program("outputs", cut(graph, outputs, self._plan.num_stages), graph.output, outputs, whole=True)
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         state = (tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters))
