@@ -23,6 +23,7 @@ from whale_torch.comm.gradients import Gradients
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.cost import gradient_traffic, shards_of
 from whale_torch.planning.plan import Plan, Traffic
+from whale_torch.planning.recording import arguments
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.outputs import map_tensors, tensors_in
 from whale_torch.strategies.root import make_root
@@ -39,7 +40,7 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
     is taken to meet a cross entropy where a split's output leaves it. The model is left alone. Where it cannot run
     without values (its control flow reads them), the plan keeps its estimate and says why.
     """
-    if not plan.cuts:
+    if not plan.cuts or plan.pipeline is not None:  # of a pipeline make_plan recorded a step
         return plan
     mesh = _RehearsalMesh(rank, plan)
     args, kwargs = arguments(sample_inputs)
@@ -73,13 +74,6 @@ def _step(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         if loss is not None:
             loss.backward()
     return runtime
-
-
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Sample inputs as the arguments of a call: a tensor, a tuple of positional or a dict of named ones."""
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def _loss(out: Any) -> Tensor | None:

@@ -269,7 +269,7 @@ def test_json_round_trips(make: object, tmp_path: Path) -> None:
         ("{", "JSONDecodeError"),
         ("[]", "not a saved plan"),
         ("{}", "KeyError: 'format'"),
-        ('{"format": 99}', "format 99, this version reads 1"),
+        ('{"format": 99}', "format 99, this version reads 2"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, said: str) -> None:
