@@ -9,7 +9,8 @@ from torch import nn
 from whale_torch.annotation import Annotation
 from whale_torch.errors import PlanError
 from whale_torch.planning.layout import Shard
-from whale_torch.planning.pipelines import RUN_SCHEDULES, PipelinePlan
+from whale_torch.planning.pipelines import PipelinePlan
+from whale_torch.planning.schedules import NAMES
 from whale_torch.planning.taskgraph import TaskGraph
 
 __all__ = ["check_pipeline", "check_pipeline_scopes", "check_ties"]
@@ -17,13 +18,6 @@ __all__ = ["check_pipeline", "check_pipeline_scopes", "check_ties"]
 
 def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> None:
     """Raises PlanError for scopes and options that nothing follows in a model with this pipeline."""
-    schedule = scope.get("schedule")
-    if schedule is not None and schedule not in RUN_SCHEDULES:
-        raise PlanError(
-            f"{scope.call}: this version runs the schedules {', '.join(RUN_SCHEDULES)}.",
-            where=scope.site,
-            fix=f"schedule={RUN_SCHEDULES[1]!r}, or leave it out",
-        )
     if scope.get("batch_dim") is not None:
         raise PlanError(
             f"{scope.call}: this version cuts micro-batches along one dim of all inputs.",
@@ -104,10 +98,8 @@ def check_ties(pipeline: PipelinePlan, model: nn.Module, shards: dict[str, Shard
 def check_pipeline(pipeline: PipelinePlan, model: nn.Module, world: int) -> None:
     """Raises PlanError for a pipeline, of a plan that was edited, that cannot be carried out on this model."""
     ranks, number = pipeline.num_ranks, pipeline.num_micro_batches
-    if pipeline.schedule not in RUN_SCHEDULES:
-        raise PlanError(
-            f"the plan's schedule is {pipeline.schedule!r}.", fix=f"it is one of {', '.join(RUN_SCHEDULES)}"
-        )
+    if pipeline.schedule not in NAMES:
+        raise PlanError(f"the plan's schedule is {pipeline.schedule!r}.", fix=f"it is one of {', '.join(NAMES)}")
     if type(number) is not int or number < 1:
         raise PlanError(f"the plan's pipeline has {number!r} micro-batches.", fix="1 or more")
     if type(ranks) is not int or not 1 <= ranks <= pipeline.num_stages or world % ranks:

@@ -16,7 +16,6 @@ from whale_torch.planning.taskgraph import TaskGraph
 from whale_torch.trace.tracer import Leaf
 
 __all__ = [
-    "RUN_SCHEDULES",
     "Links",
     "Moved",
     "PipelinePlan",
@@ -28,8 +27,6 @@ __all__ = [
 ]
 
 DEFAULT_MICRO_BATCHES = 4
-RUN_SCHEDULES = ("gpipe", "1f1b", "interleaved")
-"""Those whose every action the runtime knows."""
 
 
 @dataclass(frozen=True, slots=True)

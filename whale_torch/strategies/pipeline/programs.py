@@ -8,15 +8,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from whale_torch.errors import PlanError
 from whale_torch.planning.pipelines import leaf_of
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.pipeline.outputs import losses_of, training_results
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Context, Graph, Node, nodes_in
+from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Count, Loss, rewrite
+from whale_torch.trace.sizes import Sizes
 from whale_torch.trace.tracer import record
 from whale_torch.trace.twin import Twin
 
@@ -48,11 +50,18 @@ class Program:
 class Programs:
     """Records and cuts the calls of one model, each kind once.
 
-    Raises what recording, cutting and the rewriting of the loss raise: TraceError, LossError.
+    Raises what recording, cutting and the rewriting of the loss raise, TraceError and LossError; PlanError for a
+    schedule that is not run yet.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device):
         assert plan.pipeline is not None
+        if plan.pipeline.schedule == "zero_bubble":
+            raise PlanError(
+                "a backward in two parts (schedule='zero_bubble') can be planned and drawn, and is not run yet.",
+                where=plan.pipeline.site,
+                fix="schedule='1f1b', 'interleaved' or 'gpipe'",
+            )
         self._model, self._plan = model, plan.pipeline
         self._batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
         self._leaf = leaf_of(plan.pipeline)
@@ -74,14 +83,17 @@ class Programs:
 
     def _make(self, graph: Graph, mode: Mode, args: Any, kwargs: Any, rows: int) -> Program:
         num_stages = self._plan.num_stages
+        resize = (self._batch_dim, rows, next(p for p in _PRIMES if p != rows))
+        other = record(self._twin, args, kwargs, self._leaf, resize=resize)
         loss, scalars = losses_of(graph) if mode == "train" else (None, [])
         if loss is None:
             returned = tuple(dict.fromkeys(nodes_in(graph.output)))
+            refuse_mixing(graph.needed(returned), Sizes.of(graph, other))
             return Program("outputs", cut(graph, returned, num_stages), graph.output, returned)
-        resize = (self._batch_dim, rows, next(p for p in _PRIMES if p != rows))
-        other = record(self._twin, args, kwargs, self._leaf, resize=resize)
         how: Any = self._plan.micro_batch_loss
         rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
+        if how is None:
+            refuse_mixing(rewritten.graph.needed([one.node for one in rewritten.losses]), Sizes.of(graph, other))
         return Program(
             "train",
             cut(rewritten.graph, tuple(found.node for found in rewritten.losses), num_stages),
@@ -93,18 +105,21 @@ class Programs:
         )
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        leaves, spec = tree_flatten((args, dict(kwargs)))
-        forms = tuple(_form(x) for x in leaves)
         state = (tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters))
-        return forms, str(spec), Context.now(), hash(state)
+        return _form(args), _form(dict(kwargs)), Context.now(), hash(state)
 
 
 def _form(x: Any) -> Any:
+    """What of a call's arguments a recording may depend on, hashable."""
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.stride()
+    if isinstance(x, (tuple, list)):
+        return type(x), tuple(map(_form, x))
+    if isinstance(x, dict):
+        return type(x), tuple((key, _form(value)) for key, value in x.items())
     return x if isinstance(x, (int, float, str, type(None))) else repr(x)
 
 
 def _count_program(count: Count) -> StageProgram:
-    steps = tuple(Step(node, ()) for node in count.nodes)
+    steps = tuple(Step.of(node, ()) for node in count.nodes)
     return StageProgram(0, steps, {}, {}, count.result, False, (), ())

@@ -48,9 +48,7 @@ class Run:
         self._num_stages = plan.num_stages
         kind = plan.schedule if self.program.mode == "train" else "gpipe"
         places, edges = runtime.pipeline.size, tuple(edges_of(batches[0].programs).items())
-        self._schedule, order = _ordered(kind, plan.num_stages, len(batches), places, edges, grad)
-        place = {stage: stage % places for stage in range(plan.num_stages)}
-        self._messages = Messages(runtime.pipeline, place, order, forms_of(batches), runtime.mesh.device)
+        self._schedule, self._order = _ordered(kind, plan.num_stages, len(batches), places, edges, grad)
         self._seeds_of_outputs: list[list[Tensor] | None] = []
         self._open = set(runtime.stages)
         self._scale = runtime.loss_scale()
@@ -58,7 +56,7 @@ class Run:
         self._last_backward = _last_backwards(self._schedule.table[runtime.pipeline.index])
         self._step = Step(
             batches,
-            self._messages,
+            self._posting("activation", "gradient") if self.program.mode == "train" else self._posting("activation"),
             grad=grad,
             find=runtime.find,
             seed=runtime.seed + 7919 * runtime.number + 104729 * runtime.replicas.index,
@@ -66,6 +64,13 @@ class Run:
             roots=self._roots(),
             ended=self._ended,
         )
+
+    def _posting(self, *kinds: str) -> Messages:
+        """The messages of these kinds, in order, from here on."""
+        runtime, places = self.runtime, self.runtime.pipeline.size
+        place = {stage: stage % places for stage in range(self._num_stages)}
+        order = [message for message in self._order if message.kind in kinds]
+        return Messages(runtime.wires, place, order, forms_of(self._batches), runtime.mesh.device)
 
     # ---- training with the loss inside
 
@@ -101,13 +106,14 @@ class Run:
     def evaluate(self) -> Any:
         """All that the model returns, on every rank of the pipeline."""
         self._act("F")
-        self._messages.finish()
+        self._step.messages.finish()
         return map_nodes(self.program.results, self._outputs().__getitem__)
 
     def later(self) -> Any:
         """All that the model returns; its backward runs in the user's."""
         with self.runtime.stand_ins.in_place():
             self._act("F")
+        self._step.messages.finish()
         outputs = self._outputs()
         flows = [node for node in outputs if node.value.requires_grad]
         given = DeliverLater.apply(  # type: ignore[no-untyped-call]
@@ -120,6 +126,7 @@ class Run:
         self._before_backward()
         weight = sum(self._shares)
         self._seeds_of_outputs = [None if g is None else self._parts(g * weight) for g in grads]
+        self._step.messages = self._posting("gradient")
         return [*self._run("B"), None]
 
     def _outputs(self) -> dict[Node, Tensor]:
@@ -150,7 +157,7 @@ class Run:
         runtime = self.runtime
         with runtime.stand_ins.in_place(), self._averaging():
             self._act(kinds)
-            self._messages.finish()
+            self._step.messages.finish()
         runtime.peak = max(runtime.peak, self._step.peak)
         return [runtime.stand_ins.of(p).grad for p in runtime.trained()]
 

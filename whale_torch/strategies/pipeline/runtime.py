@@ -24,7 +24,7 @@ from whale_torch.strategies.pipeline.stand_ins import StandIns
 from whale_torch.strategies.pipeline.step import MicroBatch
 from whale_torch.strategies.runtime import Runtime
 from whale_torch.strategies.state_hooks import attach_state_hooks
-from whale_torch.trace.graph import Node, tensors_in
+from whale_torch.trace.graph import Node
 
 __all__ = ["PipelineRuntime"]
 
@@ -32,7 +32,8 @@ __all__ = ["PipelineRuntime"]
 class PipelineRuntime(Runtime):
     """Plan in force, groups, programs and reducers of one pipelined model.
 
-    programs: made before anything of the model was cut. pipeline: this rank's pipeline, in order of its places.
+    programs: made before anything of the model was cut. pipeline: this rank's pipeline, in order of its places; wires:
+    the same ranks, for messages between stages.
     replicas: the ranks that run the same stages on other batches. peak: the most forwards, of micro-batches at own
     stages, that ever waited for their backward.
     """
@@ -52,7 +53,8 @@ class PipelineRuntime(Runtime):
         self.plan, self.mesh, self.regions, self.sync = plan, mesh, regions, True
         self.keeps = False  # whether parameters hold gradients that were not averaged
         self.loss_scale: Callable[[], float] = lambda: 1.0
-        self.pipeline = mesh.group("a pipeline", device.pipelines, channel="stages")
+        self.pipeline = mesh.group("a pipeline", device.pipelines)
+        self.wires = mesh.group("a pipeline", device.pipelines, channel="stages")
         self.replicas = mesh.group("replicas of a pipeline", device.copies)
         self.batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
         self.programs = programs
@@ -81,9 +83,8 @@ class PipelineRuntime(Runtime):
         grad = torch.is_grad_enabled()
         cut, programs = self._cut(args, kwargs, batch.rows, "train" if grad and model.training else "outputs")
         self._settle(model, programs[0])
-        inputs = [list(tensors_in(call)) for call in cut.calls]
-        shares, totals = self._meet(batch, self._counts(programs, inputs), cut.rows)
-        batches = [MicroBatch(i, p.stages, totals) for i, p in zip(inputs, programs, strict=True)]
+        shares, totals = self._meet(batch, self._counts(programs, cut.inputs), cut.rows)
+        batches = [MicroBatch(i, p.stages, totals) for i, p in zip(cut.inputs, programs, strict=True)]
         run = Run(self, batches, programs, cut.rows, shares, grad=grad)
         if programs[0].mode == "train":
             return run.train()
@@ -101,8 +102,8 @@ class PipelineRuntime(Runtime):
     ) -> tuple[MicroBatches, list[Program]]:
         assert self.plan.pipeline is not None
         cut = micro_batches(args, kwargs, rows, self.plan.pipeline.num_micro_batches, self.batch_dim)
-        programs = [self.programs.of(*call, count, mode) for call, count in zip(cut.calls, cut.rows, strict=True)]
-        return cut, programs
+        kinds = {rows: self.programs.of(*cut.call(rows), rows, mode) for rows in dict.fromkeys(cut.rows)}
+        return cut, [kinds[rows] for rows in cut.rows]
 
     def find(self, node: Node) -> Any:
         """The live module, parameter or buffer that a Node names."""
