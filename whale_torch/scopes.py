@@ -204,7 +204,7 @@ def pipeline(
     num_micro_batches: parts a batch is cut into, 4 where it is left out; a batch of fewer samples makes fewer.
     num_stages: stages to cut the model into where none is annotated. Modules are taken in the order in which a forward
         calls them and weighed by its floating-point operations where `sample_inputs` are given, else in the order of
-        registration and by parameters; blocks stay whole, what takes more than half a stage is opened. No stage has
+        registration and by parameters; blocks stay whole, what takes more than an even share is opened. No stage has
         more parameters and gradients than `wh.Cluster(memory_bytes=...)` leaves room for.
     schedule: order of forwards and backwards; None is "1f1b", and "interleaved" where a rank has several stages.
     num_ranks: ranks of one pipeline; None is the largest divisor of the world not above the number of stages.
@@ -212,8 +212,8 @@ def pipeline(
     batch_dim: for inputs of the model by name, the dim that counts samples, or None where an input has none; not
         followed yet (a plan says so): `wh.replica(batch_dim=1)` around the pipeline says the dim of all inputs.
 
-    Raises: AnnotationError for a value outside these, and for an illegal nesting; when planned, PlanError where ranks do
-    not divide, and for what no pipeline runs (own rows or a replica inside a stage, a split beside the stages,
+    Raises: AnnotationError for a value outside these, and for an illegal nesting; when planned, PlanError where ranks
+    do not divide, and for what no pipeline runs (own rows or a replica inside a stage, a split beside the stages,
     `sync_batch_norm=True`, `loss="sum"`); TraceError for a forward that cannot be recorded.
     Reference: Whale (arXiv 2011.09208), `pipeline`; the schedules in planning/schedules.
     """

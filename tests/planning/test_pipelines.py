@@ -443,14 +443,14 @@ def test_a_partition_is_the_best_one() -> None:
         return min(max(sum(rest[:i]), every(parts - 1, rest[i:])) for i in range(1, len(rest) - parts + 2))
 
     for parts in range(1, 9):
-        found = partition(costs, parts, lambda start, end: True)
+        found = partition(costs, parts)
         assert found is not None
         largest, ends = found
         starts = [0, *ends[:-1]]
         assert len(ends) == parts and ends[-1] == 8 and all(a < b for a, b in zip(starts, ends, strict=True))
         assert largest == max(sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)) == every(parts, costs)
     assert partition(costs, 2, lambda start, end: end - start < 4) is None
-    assert partition(costs, 9, lambda start, end: True) is None
+    assert partition(costs, 9) is None
 
 
 class Block(nn.Module):
@@ -523,6 +523,47 @@ def test_large_modules_are_opened_and_what_stays_together_is_whole() -> None:
     assert stages_of(counted(outer, 3), cluster=wh.Cluster.of(1, 3)) == (("0.0",), ("0.1",), ("1",))
     wide = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8), nn.Linear(8, 8))
     assert stages_of(counted(wide, 2)) == (("0",), ("1", "2"))
+
+
+class Tower(nn.Module):
+    """A large layer in the middle, one that nobody calls, and equal ones around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(64, 64)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_what_a_forward_does_not_call_makes_no_stage() -> None:
+    assert stages_of(counted(Tower(), 3), torch.zeros(4, 8)) == (
+        ("layers.0", "layers.1"),
+        ("layers.2",),
+        ("layers.3",),
+    )
+    with pytest.raises(wh.PlanError, match=r"asks for 5 stages, but the model has 4 modules"):
+        stages_of(counted(Tower(), 5), torch.zeros(4, 8))
+
+
+def test_of_equally_slow_cuts_the_most_even_one_is_taken() -> None:
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)], nn.Linear(8, 64))  # the last takes longest
+    assert [len(names) for names in stages_of(counted(layers, 4), torch.zeros(4, 8), wh.Cluster.of(1, 4))] == [
+        2,
+        2,
+        2,
+        1,
+    ]
+
+
+def test_inputs_that_the_model_does_not_take_are_told() -> None:
+    said = r"a forward is recorded, which fails on these sample_inputs: TypeError: .*missing 1 required"
+    with pytest.raises(wh.PlanError, match=said) as caught:
+        wh.plan(chain(), cluster=EIGHT, sample_inputs=torch.zeros(4, 8))
+    assert caught.value.where and caught.value.fix
 
 
 def test_more_stages_than_modules_are_refused() -> None:

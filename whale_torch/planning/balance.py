@@ -1,18 +1,18 @@
 """Stages by count: a model cut where its stages take equally long.
 
-Candidates are modules in the order in which a forward calls them. What costs much is opened into its members first, so
-that repeated blocks stay whole and one large container does not; what ends up in one stage is whole again. The cut is a
-linear partition by dynamic programming (S. Skiena, The Algorithm Design Manual, "The Partition Problem"; for pipelines
-PipeDream, arXiv 1806.03377, section 3): the least time of the slowest stage, and among such cuts the fewest bytes of
-the largest.
+Candidates are modules in the order in which a forward calls them. What takes more than an even share is opened into its
+members first, so that repeated blocks stay whole and one large container does not; what ends up in one stage is whole
+again. The cut is a linear partition by dynamic programming (S. Skiena, The Algorithm Design Manual, "The Partition
+Problem"; for pipelines PipeDream, arXiv 1806.03377, section 3): the least time of the slowest stage, among such cuts
+the most even one, and among those the one whose largest stage has the fewest bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,9 +27,6 @@ from whale_torch.planning.taskgraph import TaskGraph
 from whale_torch.trace.twin import Twin
 
 __all__ = ["balanced_stages", "partition"]
-
-_FINENESS = 2
-"""A module is opened where it takes more than a stage's share divided by this."""
 
 # Modules of torch that only call their members; others read their members' weights.
 _CONTAINERS = (
@@ -75,14 +72,14 @@ def balanced_stages(
         return sum(p.numel() for p in modules[name].parameters())
 
     names, opened = _units(roots, modules, time, num_stages)
+    if measured is not None:
+        names = _in_order([name for name in names if _is_called(name, measured.order)], measured.order)
     if len(names) < num_stages:
         raise PlanError(
             f"{scope.call} asks for {num_stages} stages, but the model has {len(names)} modules to make them of.",
             where=scope.site,
             fix=f"ask for {len(names)} stages at most, or say where to cut by wh.stage() scopes",
         )
-    if measured is not None:
-        names = _in_order(names, measured.order)
     times = [time(name) for name in names]
     sizes = [sum(p.numel() * p.element_size() for p in modules[name].parameters()) for name in names]
     ends = _cut(times, sizes, num_stages, _most_bytes(cluster, num_stages, num_ranks), scope)
@@ -156,7 +153,7 @@ def _units(
     while True:
         able = [name for name in units if opens(name)]
         lists = [name for name in able if isinstance(modules[name], _UNCALLED)]
-        large = [n for n in able if time(n) * num_stages * _FINENESS > total or len(units) < num_stages]
+        large = [n for n in able if time(n) * num_stages > total or len(units) < num_stages]
         chosen = lists or sorted(large, key=time, reverse=True)
         if not chosen:
             return units, opened
@@ -175,8 +172,13 @@ def _whole(names: list[str], opened: dict[str, list[str]]) -> list[str]:
     return found
 
 
-def _in_order(names: list[str], order: dict[str, int]) -> list[str]:
-    """By first call; what was not called itself stays behind what was registered before it."""
+def _is_called(name: str, order: Mapping[str, int]) -> bool:
+    """Whether a module, or a member of it, runs in a forward."""
+    return name in order or any(other.startswith(f"{name}.") for other in order)
+
+
+def _in_order(names: list[str], order: Mapping[str, int]) -> list[str]:
+    """By first call; what only has members called stays behind what was registered before it."""
     keys: list[int] = []
     for name in names:
         keys.append(order.get(name, keys[-1] if keys else -1))
@@ -192,15 +194,14 @@ def _most_bytes(cluster: Cluster, num_stages: int, num_ranks: int) -> int | None
 
 def _cut(times: list[int], sizes: list[int], num_stages: int, most: int | None, scope: Annotation) -> list[int]:
     """Ends of the stages."""
-    size_until = [0, *accumulate(sizes)]
-    time_until = [0, *accumulate(times)]
+    size_of, time_of = _sums(sizes), _sums(times)
 
     def fits(start: int, end: int) -> bool:
-        return most is None or size_until[end] - size_until[start] <= most
+        return most is None or size_of(start, end) <= most
 
     found = partition(times, num_stages, fits)
     if found is None:
-        least = partition(sizes, num_stages, lambda start, end: True)
+        least = partition(sizes, num_stages)
         assert least is not None and most is not None
         raise PlanError(
             f"{scope.call}: whatever the cut, one stage has {least[0]:,} bytes of parameters, and with its gradients a "
@@ -209,42 +210,67 @@ def _cut(times: list[int], sizes: list[int], num_stages: int, most: int | None, 
             fix="ask for more stages, on more ranks",
         )
     slowest, _ = found
-    second = partition(
-        sizes, num_stages, lambda start, end: fits(start, end) and time_until[end] - time_until[start] <= slowest
-    )
-    assert second is not None
-    return second[1]
+    return _even(times, sizes, num_stages, lambda start, end: fits(start, end) and time_of(start, end) <= slowest)
+
+
+def _sums(values: Sequence[int]) -> Callable[[int, int], int]:
+    until = [0, *accumulate(values)]
+    return lambda start, end: until[end] - until[start]
+
+
+def _anywhere(start: int, end: int) -> bool:
+    return True
 
 
 def partition(
-    costs: Sequence[int], num_parts: int, allowed: Callable[[int, int], bool]
+    costs: Sequence[int], num_parts: int, allowed: Callable[[int, int], bool] = _anywhere
 ) -> tuple[int, list[int]] | None:
     """The largest sum of a part, made as small as it can be, and the parts' ends; None where no cut is allowed.
 
     No part is empty. allowed: of a part's start and end.
     """
-    until = [0, *accumulate(costs)]
-    number = len(costs)
-    best: list[tuple[int, int] | None] = [(0, 0), *[None] * number]  # of a prefix: largest sum, last part's start
-    starts: list[list[int]] = []
+    cost = _sums(costs)
+    return _best(len(costs), num_parts, allowed, lambda before, start, end: max(before, cost(start, end)), 0)
+
+
+def _even(times: Sequence[int], sizes: Sequence[int], num_parts: int, allowed: Callable[[int, int], bool]) -> list[int]:
+    """Ends of the parts whose times' squares add up to least, and of those, whose largest size is smallest."""
+    time, size = _sums(times), _sums(sizes)
+
+    def joined(before: tuple[int, int], start: int, end: int) -> tuple[int, int]:
+        return before[0] + time(start, end) ** 2, max(before[1], size(start, end))
+
+    found = _best(len(times), num_parts, allowed, joined, (0, 0))
+    assert found is not None, "a cut with the least time is one"
+    return found[1]
+
+
+V = TypeVar("V", int, tuple[int, int])
+
+
+def _best(
+    number: int, num_parts: int, allowed: Callable[[int, int], bool], joined: Callable[[V, int, int], V], nothing: V
+) -> tuple[V, list[int]] | None:
+    """The least value of a cut of so many things into parts, and the parts' ends.
+
+    joined: the value of a cut that a part, from its start to its end, is added to; it grows with that cut's value.
+    """
+    best: dict[int, V] = {0: nothing}  # of what comes before an end
+    starts: list[dict[int, int]] = []
     for part in range(1, num_parts + 1):
-        row: list[tuple[int, int] | None] = [None] * (number + 1)
+        row: dict[int, V] = {}
+        chosen: dict[int, int] = {}
         for end in range(part, number - (num_parts - part) + 1):
-            for start in range(end - 1, part - 2, -1):
-                last, before = until[end] - until[start], best[start]
-                known = row[end]
-                if known is not None and last >= known[0]:
-                    break
-                if before is not None and allowed(start, end):
-                    largest = max(before[0], last)
-                    if known is None or largest < known[0]:
-                        row[end] = (largest, start)
-        starts.append([-1 if found is None else found[1] for found in row])
+            for start, before in best.items():
+                if start < end and allowed(start, end):
+                    value = joined(before, start, end)
+                    if end not in row or value < row[end]:
+                        row[end], chosen[end] = value, start
         best = row
-    final = best[number]
-    if final is None:
+        starts.append(chosen)
+    if number not in best:
         return None
     ends = [number]
-    for part in reversed(range(1, num_parts)):
-        ends.insert(0, starts[part][ends[0]])
-    return final[0], ends
+    for chosen in reversed(starts[1:]):
+        ends.insert(0, chosen[ends[0]])
+    return best[number], ends

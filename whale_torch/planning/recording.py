@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whale_torch.errors import PlanError, WhaleError
 from whale_torch.planning.pipelines import Moved, PipelinePlan, leaf_of
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Graph, Node, nodes_in, tensors_in
@@ -35,7 +36,8 @@ def count_rows(inputs: Any, dim: int) -> int:
 def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int) -> PipelinePlan:
     """The pipeline with what a step on these inputs moves between its stages, and which of them use a parameter.
 
-    dim: the one that counts samples. The model is left alone. Raises TraceError for a forward that cannot be recorded.
+    dim: the one that counts samples. The model is left alone. Raises TraceError for a forward that cannot
+    be recorded, PlanError for one that fails.
     """
     args, kwargs = arguments(inputs)
     rows = count_rows(inputs, dim)
@@ -47,8 +49,7 @@ def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int)
     output_bytes = 0
     programs: tuple[StageProgram, ...] = ()
     for size, times in sizes.items():
-        with torch.enable_grad():
-            graph = record(twin, args, kwargs, leaf_of(pipeline), resize=(dim, rows, size))
+        graph = _record(twin, args, kwargs, pipeline, (dim, rows, size))
         wanted, has_loss = _results(graph)
         programs = cut(graph, wanted, pipeline.num_stages)
         output_bytes += 0 if has_loss else times * _bytes_of(wanted)
@@ -63,6 +64,25 @@ def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int)
         output_bytes=output_bytes,
         elsewhere=tuple(_elsewhere(model, pipeline, programs)),
     )
+
+
+def _record(
+    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: PipelinePlan, resize: tuple[int, int, int]
+) -> Graph:
+    """A forward of a training step on one micro-batch."""
+    try:
+        with torch.enable_grad():
+            return record(twin, args, kwargs, leaf_of(pipeline), resize=resize)
+    except WhaleError:
+        raise
+    except Exception as error:  # the model is the user's
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        raise PlanError(
+            f"a pipeline is cut where a forward is recorded, which fails on these sample_inputs: "
+            f"{type(error).__name__}: {reason}",
+            where=pipeline.site,
+            fix="give what the model can be called with: a tensor, a tuple of positional or a dict of named inputs",
+        ) from error
 
 
 def _parts(rows: int, number: int) -> list[int]:
