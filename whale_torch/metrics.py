@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from numbers import Real
 from typing import NamedTuple, TypeVar
 
@@ -117,7 +118,7 @@ def _counts(rank: int, feeds: set[Feeds]) -> bool:
     if not feeds:
         return True
     together = list(zip(*feeds, strict=True))
-    alike = len({together.count(found) for found in set(together)}) == 1
+    alike = len(set(Counter(together).values())) == 1
     return not alike or together.index(together[rank]) == rank
 
 

@@ -194,6 +194,33 @@ def test_a_plan_with_sample_inputs_counts_the_step_of_the_busiest_rank(name: str
         assert predicted["outputs of a pipeline"] == 6 * 5 * 4
 
 
+def split_inside() -> nn.Module:
+    """Three stages on pipelines of two places; the last one is split, so that the first place sends more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    scopes = {"0": wh.stage(), "1": wh.stage(), "2|3|4": (wh.stage(), wh.split(size=2))}
+    return annotate(model, scopes, (wh.replica(), wh.pipeline(num_ranks=2, num_micro_batches=2)))
+
+
+def _split_step(rank: int, n: int) -> tuple[str, float]:
+    model, x = split_inside(), torch.ones(4, 8)
+    wh.parallelize(model, sample_inputs=x, timeout=30)
+    mesh = runtime_of(model, "the test").mesh
+    before = sum(group.sent_bytes for group in mesh.groups())
+    model(x).square().mean().backward()
+    return wh.plan(model).to_json(), sum(group.sent_bytes for group in mesh.groups()) - before
+
+
+def test_the_bytes_of_a_split_inside_a_stage() -> None:
+    found = world(8, _split_step)
+    plan = Plan.from_json(found[0][0])
+    assert plan.sent_bytes == pytest.approx(max(sent for _, sent in found), rel=0.05)
+    assert plan.parameter_bytes == (288 + (552 - 8) // 2 + 8) * 4
+    text = str(plan)
+    assert "pipeline x 2 (PP), tensor-split x 2 (TP)" in text and "its stage's 2 groups of 2 ranks" in text
+    assert "Ranks 0, 1, 4, 5; 2, 3, 6, 7 are one pipeline each" in text
+
+
 def test_a_rank_holds_its_stages_only() -> None:
     plan = wh.plan(annotated(CASES["tied"]), cluster=wh.Cluster.of(1, 4))
     assert plan.pipeline is not None
@@ -239,10 +266,12 @@ def pipeline_of(**changes: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def test_json_keeps_all_of_a_pipeline() -> None:
-    for inputs in (None, batch(8)):
-        plan = wh.plan(chain(num_ranks=2), cluster=wh.Cluster.of(2, 2), sample_inputs=inputs)
-        assert Plan.from_json(plan.to_json()) == plan
-        assert check_fit(plan, chain(num_ranks=2), wh.Cluster.of(2, 2)) == plan
+    cluster = wh.Cluster.of(2, 2)
+    for num_ranks in (1, 2, 4):
+        for inputs in (None, batch(8)):
+            plan = wh.plan(chain(num_ranks=num_ranks), cluster=cluster, sample_inputs=inputs)
+            assert Plan.from_json(plan.to_json()) == plan
+            assert check_fit(plan, chain(num_ranks=num_ranks), cluster) == plan
 
 
 def test_the_digest_is_that_of_the_decision() -> None:
@@ -254,10 +283,18 @@ def test_the_digest_is_that_of_the_decision() -> None:
         assert replace(plan, pipeline=replace(plan.pipeline, **change)).digest() != plan.digest()  # type: ignore[arg-type]
 
 
+def inner(data: dict[str, Any]) -> None:
+    """The other placement: the ranks of a pipeline are neighbours."""
+    data["pipeline"]["inner"] = True
+    for device in data["devices"]:
+        device["inner"] = True
+
+
 EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "micro-batches": pipeline_of(num_micro_batches=2),
     "schedule": pipeline_of(schedule="gpipe"),
     "stages": pipeline_of(stages=[["a", "b"], ["c"], ["d"]]),
+    "placement": inner,
 }
 
 

@@ -66,20 +66,21 @@ def price(plan: Plan, model: nn.Module) -> Plan:
 
 
 def _assumption(plan: Plan) -> str:
-    rows, parts = plan.rows_per_rank, []
-    if plan.cuts:
-        parts.append(
-            f"estimated at {rows} rows a rank, which reach each split module once, and a cross entropy behind a split "
-            "at the end of the model"
-        )
-    if plan.pipeline is not None and plan.pipeline.num_ranks > 1:
-        if plan.pipeline.moved:
-            parts.append(f"stage outputs of a step of {rows} rows; by the rank that sends most")
-        else:
-            parts.append("without what stages hand each other, which depends on the batch")
-    counts = plan.cuts or (plan.pipeline is not None and plan.pipeline.num_ranks > 1 and not plan.pipeline.moved)
-    hint = "; wh.plan(model, sample_inputs=...) counts a step of yours" if counts else ""
-    return "; ".join(parts) + hint if parts else "whatever the batch"
+    """What the byte counts assume, in words."""
+    rows = plan.rows_per_rank
+    estimated = (
+        f"estimated at {rows} rows a rank, which reach each split module once, and a cross entropy behind a split"
+    )
+    estimated += " at the end of the model"
+    hint = "wh.plan(model, sample_inputs=...) counts a step of yours"
+    if plan.pipeline is None or plan.pipeline.num_ranks == 1:
+        return f"{estimated}; {hint}" if plan.cuts else "whatever the batch"
+    parts = [f"splits are {estimated}"] if plan.cuts else []
+    if plan.pipeline.moved:
+        parts.append(f"stages hand each other what they do in a step of {rows} rows")
+    else:
+        parts += ["without what stages hand each other, which depends on the batch", hint]
+    return "; ".join(["by the rank that sends most", *parts])
 
 
 def places_of(plan: Plan, model: nn.Module) -> list[frozenset[str]]:
