@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.gradients import Gradients
 from whale_torch.mesh import Group, Mesh
-from whale_torch.planning.cost import gradient_traffic, shards_of
+from whale_torch.planning.cost import gradient_traffic, price, shards_of
+from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.planning.plan import Plan, Traffic
-from whale_torch.planning.recording import arguments
+from whale_torch.planning.recording import arguments, count_rows, record_step
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.outputs import map_tensors, tensors_in
 from whale_torch.strategies.root import make_root
@@ -40,7 +41,9 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
     is taken to meet a cross entropy where a split's output leaves it. The model is left alone. Where it cannot run
     without values (its control flow reads them), the plan keeps its estimate and says why.
     """
-    if not plan.cuts or plan.pipeline is not None:  # of a pipeline make_plan recorded a step
+    if plan.pipeline is not None:
+        return _recorded(plan, plan.pipeline, model, sample_inputs)
+    if not plan.cuts:
         return plan
     mesh = _RehearsalMesh(rank, plan)
     args, kwargs = arguments(sample_inputs)
@@ -59,6 +62,15 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
         gathers=runtime.gathers(),
         assumption=f"counted on a step of {rows} rows a rank",
     )
+
+
+def _recorded(plan: Plan, pipeline: PipelinePlan, model: nn.Module, sample_inputs: Any) -> Plan:
+    """A plan of a pipeline with the bytes of its messages, where those are not known yet: a saved one's."""
+    if pipeline.recorded:
+        return plan
+    dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
+    recorded, rows = record_step(model, pipeline, sample_inputs, dim), count_rows(sample_inputs, dim)
+    return price(replace(plan, pipeline=recorded, rows_per_rank=rows), model)
 
 
 def _step(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: _RehearsalMesh) -> Runtime:

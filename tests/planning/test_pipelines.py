@@ -23,6 +23,7 @@ from whale_torch.planning.balance import partition
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
+from whale_torch.rehearsal import rehearse
 from whale_torch.strategies.runtime import runtime_of
 
 EIGHT = wh.Cluster.of(1, 8)
@@ -135,11 +136,11 @@ def test_stages_lie_where_fewer_bytes_leave_a_node() -> None:
     assert all(device.inner for device in outputs.devices)
     assert outputs.device("replica").pipelines[0] == (0, 1, 2, 3)
     for plan in (weights, outputs):
-        chosen, other = plan.pipeline.links  # type: ignore[union-attr]
-        assert chosen.inner == plan.pipeline.inner != other.inner  # type: ignore[union-attr]
-        assert chosen.between_bytes < other.between_bytes
+        outer, inner = (links.between_bytes for links in plan.pipeline.links)  # type: ignore[union-attr]
+        assert (inner < outer) == plan.pipeline.inner  # type: ignore[union-attr]
     # outer: stages 1 and 2 send a node's 4 pipelines 8 x 256 outputs and as many gradients
     chosen, other = weights.pipeline.links
+    assert (chosen.inner, other.inner) == (False, True)
     assert chosen.between_bytes == 4 * 2 * 8 * 256 * 4
     # inner: each node's 4 ranks are in a ring with one rank of each other node, of their own stage's gradients
     assert other.between_bytes == 4 * 2 * (256 * 256 + 256) * 4 * 3 / 4
@@ -245,11 +246,25 @@ def test_a_recording_says_where_loose_modules_run() -> None:
     plan = wh.plan(model, cluster=wh.Cluster.of(1, 2))
     assert plan.pipeline is not None and plan.pipeline.users(model)["c.weight"] == (0,)
     other = Loose()
-    wh.annotate(other, {"d": wh.stage(), "a": wh.stage()}, inside=wh.pipeline())  # named in reverse: d is stage 0
+    wh.annotate(other, {"a|d": wh.stage(), "b": wh.stage()}, inside=wh.pipeline())
     seen = wh.plan(other, cluster=wh.Cluster.of(1, 2), sample_inputs=batch(8))
     assert seen.pipeline is not None and seen.pipeline.users(other)["c.weight"] == (1,)
-    assert dict(seen.pipeline.elsewhere)["d.weight"] == (1,), "it runs where its input is"
+    assert dict(seen.pipeline.elsewhere) == {"d.weight": (1,), "d.bias": (1,)}, "it runs where its input is"
+    assert seen.pipeline.stage_parameters == (72, 72 + 72 + 45)
     assert Plan.from_json(seen.to_json()) == seen
+
+
+def test_a_stage_without_work_is_told() -> None:
+    model = Loose()
+    wh.annotate(model, {"d": wh.stage(), "a": wh.stage()}, inside=wh.pipeline())  # in reverse
+    with pytest.raises(wh.PlanError, match=r"stage 0 of 2 \('d'\) has nothing to run") as caught:
+        wh.plan(model, cluster=wh.Cluster.of(1, 2), sample_inputs=batch(8))
+    assert "in the order in which the forward calls" in str(caught.value.fix)
+    unused = Loose()
+    unused.e = nn.Linear(2, 2)  # type: ignore[assignment]
+    wh.annotate(unused, {"a": wh.stage(), "b|c|d": wh.stage(), "e": wh.stage()}, inside=wh.pipeline())
+    with pytest.raises(wh.PlanError, match=r"stage 2 of 3 \('e'\) has nothing to run"):
+        wh.plan(unused, cluster=wh.Cluster.of(1, 2), sample_inputs=batch(8))
 
 
 # ---- stored, edited, refused
@@ -288,6 +303,18 @@ def inner(data: dict[str, Any]) -> None:
     data["pipeline"]["inner"] = True
     for device in data["devices"]:
         device["inner"] = True
+
+
+def test_what_was_recorded_of_other_stages_is_left_out() -> None:
+    cluster, inputs = wh.Cluster.of(2, 2), batch(8)
+    plan = wh.plan(chain(num_ranks=2), cluster=cluster, sample_inputs=inputs)
+    assert plan.pipeline is not None and len(plan.pipeline.moved) == 3 and len(plan.pipeline.links) == 2
+    other = replace(plan.pipeline, stages=(("a",), ("b", "c"), ("d",)))
+    fitted = check_fit(replace(plan, pipeline=other), chain(num_ranks=2), cluster)
+    assert fitted.pipeline is not None and fitted.pipeline.stage_parameters == (72, 144, 45)
+    assert not fitted.pipeline.moved and not fitted.pipeline.links
+    again = rehearse(fitted, chain(num_ranks=2), inputs)
+    assert again.pipeline is not None and len(again.pipeline.moved) == 2 and again.digest() == fitted.digest()
 
 
 EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -625,11 +652,12 @@ def test_the_memory_of_a_rank_bounds_its_stages() -> None:
 
 def _by_count(rank: int, n: int, kind: str, num_stages: int, given: bool) -> tuple[float, float]:
     torch.manual_seed(0)
-    alone: Any = Encoder() if kind == "encoder" else CASES["tied"].make()
+    alone: Any = CASES["tied"].make() if kind == "tied" else Encoder()
     torch.manual_seed(0)
-    model: Any = Encoder() if kind == "encoder" else CASES["tied"].make()
-    whole = tokens(8) if kind == "encoder" else batch(8, "tied")
-    wh.pipeline(model, num_stages=num_stages, num_micro_batches=2)
+    model: Any = CASES["tied"].make() if kind == "tied" else Encoder()
+    whole = batch(8, "tied") if kind == "tied" else tokens(8)
+    scoped = model.layers if kind == "blocks of an encoder" else model  # the rest runs where its inputs are
+    wh.pipeline(scoped, num_stages=num_stages, num_micro_batches=2)
     wh.parallelize(model, sample_inputs=whole if given else None, timeout=30)
     index, count = wh.data_rank(model)
     loss = model(**{key: value.tensor_split(count)[index] for key, value in whole.items()})
@@ -641,7 +669,14 @@ def _by_count(rank: int, n: int, kind: str, num_stages: int, given: bool) -> tup
 
 @pytest.mark.parametrize(
     ("kind", "n", "num_stages", "given"),
-    [("encoder", 2, 2, False), ("encoder", 4, 4, True), ("encoder", 4, 8, True), ("tied", 2, 3, False)],
+    [
+        ("encoder", 2, 2, False),
+        ("encoder", 4, 4, True),
+        ("encoder", 4, 8, True),
+        ("blocks of an encoder", 2, 2, True),
+        ("blocks of an encoder", 4, 3, False),
+        ("tied", 2, 3, False),
+    ],
 )
 def test_stages_by_count_are_one_process(kind: str, n: int, num_stages: int, given: bool) -> None:
     for loss, gradients in world(n, _by_count, kind, num_stages, given):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from whale_torch.annotation import Annotation
@@ -37,6 +39,7 @@ def check_fit(plan: Plan, model: nn.Module, cluster: Cluster, default: tuple[Ann
     _check_scopes(plan, model, default)
     if plan.pipeline is not None:
         check_pipeline(plan.pipeline, model, plan.world)
+        plan = replace(plan, pipeline=plan.pipeline.without_stale())
     _check_devices(plan)
     _check_cuts(plan, model)
     for reduce in plan.reduces:

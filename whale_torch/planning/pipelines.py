@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -63,6 +64,7 @@ class PipelinePlan:
     Predicted, no part of the decision: stage_parameters, stage_bytes: of each stage. moved, output_bytes: of a
     training step on sample inputs; the second is what every rank gets of a model without a loss. elsewhere: stages of
     parameters that a recording saw on others than their names say. links: of this placement and of the other one.
+    recorded: the `digest` of the stages that all but the first two are of, "" where nothing was recorded.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -79,6 +81,18 @@ class PipelinePlan:
     output_bytes: int = 0
     elsewhere: tuple[tuple[str, tuple[int, ...]], ...] = ()
     links: tuple[Links, ...] = ()
+    recorded: str = ""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the stages."""
+        return hashlib.sha256(repr(self.stages).encode()).hexdigest()[:16]
+
+    def without_stale(self) -> PipelinePlan:
+        """The same without what was recorded of other stages."""
+        if self.recorded == self.digest:
+            return self
+        return replace(self, moved=(), output_bytes=0, elsewhere=(), links=(), recorded="")
 
     @property
     def num_stages(self) -> int:

@@ -25,7 +25,7 @@ __all__ = ["GatherRecord", "Plan", "Reduce", "Traffic"]
 _FORMAT = 2
 # Byte counts, which differ between ranks that bring other batches.
 _PREDICTED = ("traffic", "rows_per_rank", "assumption", "parameter_bytes", "gradient_bytes")
-_PREDICTED_OF_PIPELINES = ("stage_parameters", "stage_bytes", "moved", "output_bytes", "elsewhere", "links")
+_PREDICTED_OF_PIPELINES = ("stage_parameters", "stage_bytes", "moved", "output_bytes", "elsewhere", "links", "recorded")
 
 
 @dataclass(frozen=True, slots=True)

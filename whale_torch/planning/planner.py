@@ -52,11 +52,9 @@ def make_plan(
     outer, inner = build(pipeline), build(replace(pipeline, inner=True))
     shards = shards_of(outer, model)
     links = [links_of(plan, model, shards, split_bytes(plan)) for plan in (outer, inner)]
-    plan, in_force_first = outer, (links[0], links[1])
-    if links[1].between_bytes < links[0].between_bytes:
-        plan, in_force_first = inner, (links[1], links[0])
+    plan = inner if links[1].between_bytes < links[0].between_bytes else outer
     assert plan.pipeline is not None
-    return replace(plan, pipeline=replace(plan.pipeline, links=in_force_first))
+    return replace(plan, pipeline=replace(plan.pipeline, links=tuple(links)))
 
 
 def _plan_pipeline(

@@ -52,6 +52,7 @@ def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int)
         graph = _record(twin, args, kwargs, pipeline, (dim, rows, size))
         wanted, has_loss = _results(graph)
         programs = cut(graph, wanted, pipeline.num_stages)
+        _check_busy(pipeline, programs)
         output_bytes += 0 if has_loss else times * _bytes_of(wanted)
         for program in programs:
             for source, nodes in program.receives.items():
@@ -63,6 +64,7 @@ def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int)
         moved=tuple(moved),
         output_bytes=output_bytes,
         elsewhere=tuple(_elsewhere(model, pipeline, programs)),
+        recorded=pipeline.digest,
     )
 
 
@@ -83,6 +85,19 @@ def _record(
             where=pipeline.site,
             fix="give what the model can be called with: a tensor, a tuple of positional or a dict of named inputs",
         ) from error
+
+
+def _check_busy(pipeline: PipelinePlan, programs: Sequence[StageProgram]) -> None:
+    """Raises PlanError for a stage that a forward leaves without work."""
+    for program in programs:
+        if not program.modules and not any(step.node.stage == program.index for step in program.steps):
+            names = ", ".join(f"'{name}'" for name in pipeline.stages[program.index][:3])
+            raise PlanError(
+                f"stage {program.index} of {pipeline.num_stages} ({names}) has nothing to run: a forward does not need "
+                "its modules, or what they are given comes from later stages, where they run.",
+                where=pipeline.site,
+                fix="enter the wh.stage() scopes in the order in which the forward calls their modules",
+            )
 
 
 def _parts(rows: int, number: int) -> list[int]:

@@ -210,7 +210,8 @@ def _pipeline(plan: Plan) -> list[str]:
     if pipeline.chosen:
         notes.append(f"The stages are {pipeline.chosen}.")
     if pipeline.links:
-        notes += [_link(links, number == 0) for number, links in enumerate(pipeline.links)]
+        in_force_first = sorted(pipeline.links, key=lambda links: links.inner != pipeline.inner)
+        notes += [_link(links, links.inner == pipeline.inner) for links in in_force_first]
     elif plan.cluster.num_nodes > 1 and ranks > 1:
         notes.append(f"{_PLACED[pipeline.inner]}.")
     return [*table, *(line for note in notes for line in _wrapped(note))]
