@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.errors import LossError, PlanError
-from whale_torch.planning.pipelines import PipelinePlan
+from whale_torch.planning.pipelines import leaf_of
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, training_results
 from whale_torch.trace.cut import cut
@@ -19,10 +19,10 @@ from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Combine, Count, rewrite
 from whale_torch.trace.sizes import Sizes
-from whale_torch.trace.tracer import Leaf, record
+from whale_torch.trace.tracer import record
 from whale_torch.trace.twin import Twin
 
-__all__ = ["Mode", "Program", "Programs", "leaf_of"]
+__all__ = ["Mode", "Program", "Programs"]
 
 Mode = Literal["train", "outputs"]
 
@@ -136,23 +136,3 @@ def _form(x: Any) -> Any:
 def _count_program(count: Count) -> StageProgram:
     steps = tuple(Step.of(node, ()) for node in count.nodes)
     return StageProgram(0, steps, {}, {}, count.result, False, (), ())
-
-
-def leaf_of(plan: PipelinePlan) -> Leaf:
-    """Which modules a recording keeps whole: those of a stage, and others with parameters that hold no stage."""
-    roots = [name for names in plan.stages for name in names]
-    around = {name[:end] for name in roots for end in _dots(name)} | {""}
-
-    def leaf(name: str, module: nn.Module) -> int | Literal["loose"] | None:
-        stage = plan.stage_of(name)
-        if stage is not None:
-            return stage
-        if name in around or next(module.parameters(), None) is None:
-            return None
-        return "loose"
-
-    return leaf
-
-
-def _dots(name: str) -> Sequence[int]:
-    return [place for place, letter in enumerate(name) if letter == "."]
