@@ -49,6 +49,17 @@ PRIVATE_TORCH = {
     "torch.autograd.Variable._execution_engine.queue_callback": {"comm"},
     # Whether backward() or torch.autograd.grad runs, as torch's own register_multi_grad_hook asks.
     "torch._C._will_engine_execute_node": {"comm", "strategies"},
+    # Tensors without memory: what torch.export and torch.compile record on.
+    "torch._subclasses.fake_tensor.FakeTensor": {"trace"},
+    "torch._subclasses.fake_tensor.FakeTensorMode": {"trace"},
+    "torch._subclasses.fake_tensor.DataDependentOutputException": {"trace"},
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException": {"trace"},
+    # Documented under this name; sees which operations draw random numbers.
+    "torch.utils._python_dispatch.TorchDispatchMode": {"trace"},
+    # Whether a checkpoint's hooks are on, which a recording would lose.
+    "torch._C._autograd._top_saved_tensors_default_hooks": {"trace"},
+    # Inside a module that stays whole its own tensor subclasses see no functions.
+    "torch._C.DisableTorchFunction": {"trace"},
     # Whether a backward may come again through the same graph, as torch's own ahead-of-time autograd asks.
     "torch._C._autograd._get_current_graph_task_keep_graph": {"comm"},
     # Which backward runs: what one left behind when an error ended it belongs to no other.
@@ -57,6 +68,8 @@ PRIVATE_TORCH = {
     "torch._C._nn": {"comm"},
     # What repr shows: subclasses are meant to override it.
     "torch.nn.Module._get_name": {"strategies"},
+    # Whether a model runs inside a DistributedDataParallel that was put around it later.
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": {"strategies"},
     # Compared only: does a scaler look for overflow as torch's does, in one rank's gradients?
     "torch.amp.GradScaler._unscale_grads_": {"optim"},
     # For people: the type of an op in an annotation, and which kernel answers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from numbers import Real
 from typing import NamedTuple, TypeVar
 
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from whale_torch.comm.collectives import all_reduce
+from whale_torch.comm.collectives import all_reduce, gather_equal
 from whale_torch.comm.columns import user_site
-from whale_torch.errors import PlanError
+from whale_torch.errors import CommError, PlanError
 from whale_torch.mesh import Group, Mesh, start
 from whale_torch.strategies.runtime import runtime_of
 
@@ -65,7 +66,7 @@ def reduce(value: Value, how: str = "mean", *, weight: float = 1.0, model: nn.Mo
     counts. model: whose replicas are meant, where the models of this process differ in that. A tensor keeps its dtype,
     but for the mean of whole numbers, of default dtype, and the sum of bools, int64.
     Raises PlanError for any other `how`, for a value that is neither number nor tensor, and for a sum where models
-    differ and none is named; CommError where a rank does not take part.
+    differ and none is named; CommError where a rank does not take part or comes with another shape or kind of numbers.
     """
     if how not in ("mean", "sum"):
         raise PlanError(f'wh.reduce knows "mean" and "sum", got {how!r}.', fix='wh.reduce(value, "mean")')
@@ -103,13 +104,50 @@ def _number(value: object) -> Tensor:
 
 def _over_replicas(x: Tensor, how: str, weight: float, ranks: _Ranks, feed_size: int) -> Tensor:
     weight = 0.0 if ranks.everyone.rank % feed_size else weight
-    wide = x.to(torch.float64) * weight if weight else torch.zeros_like(x, dtype=torch.float64)
-    both = torch.stack([wide, torch.full_like(wide, weight)])
+    whole = not (x.dtype.is_floating_point or x.is_complex())
+    wide = torch.complex128 if x.is_complex() else torch.int64 if how == "sum" and whole else torch.float64
+    _agree(ranks.everyone, how, wide, x.shape)
+    if not weight:
+        mine = torch.zeros_like(x, dtype=wide)
+    elif wide is torch.int64 and float(weight).is_integer():
+        mine = x.to(wide) * int(weight)  # exact, which float64 is up to 2^53
+    else:
+        mine = (x.to(torch.float64 if wide is torch.int64 else wide) * weight).to(wide)
+    both = torch.stack([mine, torch.full_like(mine, weight)])
     device = both.device
     if device.type != ranks.device_type:
         both = both.cpu()
-    total = all_reduce(both, ranks.everyone, name="wh.reduce").to(device)
-    whole = not x.dtype.is_floating_point
+    all_reduce(torch.view_as_real(both) if both.is_complex() else both, ranks.everyone, name="wh.reduce")
+    total = both.to(device)
     if how == "mean":
         return (total[0] / total[1]).to(torch.get_default_dtype() if whole else x.dtype)
     return total[0].to(torch.int64 if x.dtype is torch.bool else x.dtype)
+
+
+_DIMS = 8
+_KINDS = (torch.float64, torch.int64, torch.complex128)
+
+
+def _agree(everyone: Group, how: str, wide: torch.dtype, shape: torch.Size) -> None:
+    """Raises CommError, on every rank, where ranks come with different values."""
+    if everyone.size == 1:
+        return
+    told = [how == "sum", _KINDS.index(wide), len(shape), *shape[:_DIMS], *[0] * (_DIMS - len(shape))]
+    code = float(zlib.crc32(repr(told).encode()))
+    # no all-to-all: where another rank is in one of other parts, gloo ends the process
+    ends = torch.tensor([-code, code], dtype=torch.float64, device="cpu")
+    if all_reduce(ends, everyone, op=dist.ReduceOp.MAX, name="wh.reduce").tolist() == [-code, code]:
+        return
+    table = gather_equal(torch.tensor(told, device="cpu"), everyone, name="wh.reduce").tolist()
+    odd = next((rank for rank, row in enumerate(table) if row != table[0]), None)
+    if odd is not None:
+        raise CommError(
+            f"wh.reduce: rank 0 comes with {_told(table[0])}, rank {odd} with {_told(table[odd])}.",
+            fix="reduce values of one shape and kind, in one order, on every rank",
+            ranks=(0, odd),
+        )
+
+
+def _told(row: list[int]) -> str:
+    how, kind = ("mean", "sum")[row[0]], ("real", "whole", "complex")[row[1]]
+    return f"the {how} of {kind} numbers of shape {row[3 : 3 + min(row[2], _DIMS)]}"

@@ -21,7 +21,8 @@ class _Modelled(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, forward_s: float, backward_s: float
     ) -> Tensor:
-        time.sleep(forward_s)
+        if type(x) is Tensor:  # and no stand-in on which a pipeline is recorded
+            time.sleep(forward_s)
         ctx.numel, ctx.backward_s = weight.numel(), backward_s  # type: ignore[attr-defined]
         if not weight.numel():
             return x.clone()

@@ -830,7 +830,7 @@ class Layers(nn.Linear):
     T,
     "An output that cannot be looked into",
     wh.LayoutError,
-    r"the model returned a list_iterator, which may hold tensors that cannot be reached",
+    r"the model took or returned a list_iterator, which may hold tensors that cannot be reached",
     ranks=2,
 )
 def hidden_output(rank: int, n: int) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import whale_torch as wh
 from tests.parity.metric import relative_error
 from tests.parity.split_case import BAR, Case, Use, build, compare, gradients_of, number
-from tests.world import world
+from tests.world import outcomes, world
 from whale_torch.comm import loss as loss_module
 from whale_torch.comm.columns import Columns, Deferred, Hold
 from whale_torch.comm.region import MOST_NUMBERS
@@ -742,6 +742,46 @@ def test_ranks_of_one_replica_have_the_same_labels() -> None:
     assert first == second
     with pytest.raises(wh.LayoutError, match=r"cross_entropy: the ranks of .* come with different numbers"):
         world(2, _labels_of_one_replica, True)
+
+
+class _Beside(nn.Module):
+    """A split over pairs that share rows, and a head split over all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with wh.replica(), wh.split(size=2):
+            self.pair = nn.Linear(4, 4)
+        with wh.split():
+            self.fc = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.pair(x))
+
+
+def _labels_of_a_pair(rank: int, n: int, rows: int, odd: int) -> None:
+    model = wh.parallelize(_Beside())
+    labels = torch.full((rows,), 2 + rank // 2)
+    if rank == odd:
+        labels[-1] = 5
+    F.cross_entropy(model(torch.full((rows, 4), 1.0 + rank // 2)), labels).backward()
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+def test_ranks_of_one_of_several_replicas_have_the_same_labels(rows: int) -> None:
+    world(4, _labels_of_a_pair, rows, -1)
+    ended = outcomes(4, _labels_of_a_pair, rows, 2)
+    assert {type(o.error) for o in ended} == {wh.LayoutError}, [o.error for o in ended]
+    assert len({str(o.error) for o in ended}) == 1
+
+
+def _weights_of_own_rows(rank: int, n: int) -> None:
+    model = wh.parallelize(nn.Linear(4, 6), default=wh.split())
+    F.cross_entropy(model(torch.ones(2, 4)), torch.tensor([rank, 3]), _class_weights(6) + rank)
+
+
+def test_class_weights_that_differ_are_refused() -> None:
+    ended = outcomes(2, _weights_of_own_rows)
+    assert {type(o.error) for o in ended} == {wh.LayoutError}, [o.error for o in ended]
 
 
 def _many_labels(rank: int, n: int, rows: int, ignore_index: int) -> float:

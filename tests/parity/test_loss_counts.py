@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,14 @@ from tests.parity.metric import relative_error
 from tests.parity.replica_cases import gradients
 from tests.world import outcomes, world
 from whale_torch.comm.loss_counts import LossCounts, _check_lines, _same_loss
-from whale_torch.errors import LossError
+from whale_torch.errors import CommError, LossError
 
 IGNORED = -100
 BAR = 2e-5
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels)
 
 
 class Branches(nn.Module):
@@ -49,6 +54,36 @@ class Branches(nn.Module):
         if h.shape[0] == 0 or not (words != IGNORED).any():
             return loss
         return loss + F.cross_entropy(self.words(h), words)
+
+    def _helper(self, h: Tensor, loss: Tensor, words: Tensor, following: Tensor) -> Tensor:
+        """Both losses in one line of a helper."""
+        if (words != IGNORED).any():
+            loss = loss + _mean_loss(self.words(h), words)
+        return loss + _mean_loss(self.next(h), following)
+
+    def _in_place(self, h: Tensor, loss: Tensor, words: Tensor, following: Tensor) -> Tensor:
+        """More is added to a loss in place."""
+        total = F.cross_entropy(self.words(h), words)
+        total += 0.1 * h.square().mean() if h.shape[0] else 0.0
+        total /= 2
+        return total
+
+    def _bytes(self, h: Tensor, loss: Tensor, words: Tensor, following: Tensor) -> Tensor:
+        """Labels of 8 bits, none of which is -100."""
+        wide = self.words(h) @ torch.ones(5, 200).cumsum(1).sin()
+        weight = torch.linspace(0.5, 2.0, 200)
+        return F.cross_entropy(wide, words.clamp(min=0).add(153).to(torch.uint8), weight=weight)
+
+    def _chunks(self, h: Tensor, loss: Tensor, words: Tensor, following: Tensor) -> Tensor:
+        """Logits are never held."""
+        options: Any = nn.LinearCrossEntropyOptions()
+        if (words != IGNORED).any():
+            loss = loss + F.linear_cross_entropy(
+                h, self.words.weight, words, linear_bias=self.words.bias, options=options
+            )
+        return loss + F.linear_cross_entropy(
+            h, self.next.weight, following, linear_bias=self.next.bias, options=options
+        )
 
     def _many(self, h: Tensor, loss: Tensor, words: Tensor, following: Tensor) -> Tensor:
         """One loss for each row that a rank has; more than the first message has room for."""
@@ -106,8 +141,13 @@ def in_one_process(form: str, rows: list[int]) -> list[dict[str, Tensor | None]]
     return found
 
 
+FORMS = ["first", "last", "helper", "in_place", "bytes", "return"]
+if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
+    FORMS.append("chunks")
+
+
 @pytest.mark.parametrize("rows", [[3, 2, 2], [0, 4, 1], [1, 0, 3, 2]], ids=str)
-@pytest.mark.parametrize("form", ["first", "last", "return"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_loss_that_some_ranks_leave_out(form: str, rows: list[int]) -> None:
     whole = in_one_process(form, rows)
     for found in world(len(rows), branches_rank, form, rows):
@@ -170,9 +210,102 @@ def test_different_losses_are_refused_on_every_rank() -> None:
     assert f"rank 0 in the lines [{line}], rank 1 in the lines [{line + 1}]" in texts.pop()
 
 
+class OneWayOrTheOther(EitherOr):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if (y == 0).any():
+            return _mean_loss(self.head(x), y)
+        return _mean_loss(self.head(x[:1]), y[:1])
+
+
+def one_way_rank(rank: int, n: int) -> None:
+    model = wh.parallelize(OneWayOrTheOther(), timeout=20.0)
+    model(torch.ones(2, 4), torch.tensor([rank, 1])).backward()
+
+
+def test_losses_of_one_line_that_is_called_from_others_are_different() -> None:
+    texts = {str(o.error) for o in outcomes(2, one_way_rank) if isinstance(o.error, LossError)}
+    assert len(texts) == 1 and "called from other lines" in texts.pop()
+
+
+class Learner(nn.Module):
+    """Takes a step of its own before its loss, as models that learn to learn do."""
+
+    def __init__(self, second: bool) -> None:
+        super().__init__()
+        self.second, self.head = second, nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inner = F.cross_entropy(self.head(x), y)
+        (grad,) = torch.autograd.grad(inner, self.head.weight, create_graph=self.second)
+        return F.cross_entropy(F.linear(x, self.head.weight - grad, self.head.bias), y)
+
+
+def learner_rank(rank: int, n: int, second: bool) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    model = wh.parallelize(Learner(second))
+    x, y = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank)), torch.tensor([1, IGNORED if rank else 2])
+    model(x, y).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_gradient_taken_inside_the_forward_is_the_ranks_own(second: bool) -> None:
+    torch.manual_seed(0)
+    alone = Learner(second)
+    for rank, labels in enumerate((2, 1)):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+        loss = alone(x, torch.tensor([1, IGNORED if rank else 2]))
+        (loss * labels / 3).backward()
+    expected = gradients(alone)
+    for found in world(2, learner_rank, second):
+        assert relative_error(found, expected) < BAR
+
+
+class Impatient(EitherOr):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        loss.backward()
+        return loss.detach()
+
+
+def impatient_rank(rank: int, n: int) -> None:
+    wh.parallelize(Impatient())(torch.ones(2, 4), torch.tensor([1, 2]))
+
+
+def test_backward_inside_the_forward_is_refused() -> None:
+    with pytest.raises(LossError, match=r"backward\(\) inside the model's own forward"):
+        world(2, impatient_rank)
+
+
+def second_derivative_rank(rank: int, n: int) -> None:
+    model = wh.parallelize(EitherOr())
+    loss = model(torch.ones(2, 4), torch.tensor([1, 2]))
+    torch.autograd.grad(loss, model.head.weight, create_graph=True)
+
+
+def test_a_second_derivative_of_a_loss_inside_says_what_to_do() -> None:
+    with pytest.raises(LossError, match=r"a second derivative \(create_graph=True\) of a mean over labels"):
+        world(2, second_derivative_rank)
+
+
 def test_lines_match_in_order_of_calls() -> None:
     _check_lines([[7, 8, 8, 9], [], [8, 8], [7, 9]])
     for wrong in ([8, 7], [8, 8, 8], [7, 6]):
         with pytest.raises(LossError, match=r"rank 0 in the lines .* rank 1 in the lines"):
             _check_lines([[7, 8, 8, 9], wrong])
     assert _same_loss([[7, 8, 8], [8], [7, 8]], 1) == [[(0, 1), (1, 0), (2, 1)]]
+
+
+def two_models_rank(rank: int, n: int) -> None:
+    """Rank 1 goes on after an error in one model's forward, with the other model."""
+    judge, plain = wh.parallelize(EitherOr(), timeout=3.0), wh.parallelize(nn.Linear(4, 5), timeout=3.0)
+    x = torch.ones(2, 4)
+    for step in range(2):
+        with contextlib.suppress(IndexError):
+            judge(x, torch.tensor([1, 9 if rank and step else 2])).backward()
+        plain(x).mean().backward()
+
+
+def test_models_with_and_without_losses_never_read_each_others_counts() -> None:
+    for ended in outcomes(2, two_models_rank, timeout=40):
+        assert isinstance(ended.error, CommError), (ended.error, ended.output)

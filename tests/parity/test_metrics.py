@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -35,6 +36,8 @@ def metrics(rank: int, n: int) -> dict[str, Any]:
         "whole mean": wh.reduce(torch.tensor(3 + feed)),
         "whole sum": wh.reduce(torch.tensor(3 + feed), "sum"),
         "flags": wh.reduce(torch.tensor([True, feed == 1]), "sum"),
+        "large sum": wh.reduce(torch.tensor([2**53 + 1, 3]), "sum", weight=1 + feed),
+        "complex": wh.reduce(torch.tensor([1 + 2j, 3j]) * (1 + feed)),
         "half": wh.reduce(torch.tensor(1.5, dtype=torch.bfloat16)),
     }
     replicas = wh.parallelize(build(None))
@@ -58,7 +61,35 @@ def test_each_replica_counts_once() -> None:
         assert found["whole mean"].item() == 3.5 and found["whole mean"].dtype == torch.float32
         assert found["whole sum"].item() == 7 and found["whole sum"].dtype == torch.int64
         assert found["flags"].tolist() == [2, 1]
+        assert found["large sum"].tolist() == [3 * (2**53 + 1), 9]
+        assert found["complex"].tolist() == [1.5 + 3j, 4.5j]
         assert found["half"].dtype == torch.bfloat16 and found["half"].item() == 1.5
+
+
+def different_values(rank: int, n: int, how: str) -> None:
+    wh.parallelize(build(None))
+    if how == "shape":
+        wh.reduce(torch.ones(2, 3 + rank))
+    elif how == "kind":
+        wh.reduce(torch.ones(2, dtype=torch.int64 if rank else torch.float32), "sum")
+    else:
+        wh.reduce(1.0, "sum" if rank else "mean")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (
+            "shape",
+            r"the mean of real numbers of shape \[2, 3\], rank 1 with the mean of real numbers of shape \[2, 4\]",
+        ),
+        ("kind", r"the sum of real numbers of shape \[2\], rank 1 with the sum of whole numbers of shape \[2\]"),
+        ("how", r"the mean of real numbers of shape \[\], rank 1 with the sum of real numbers of shape \[\]"),
+    ],
+)
+def test_ranks_come_with_equal_shapes(how: str, text: str) -> None:
+    for ended in outcomes(2, different_values, how, timeout=40):
+        assert isinstance(ended.error, CommError) and re.search(text, str(ended.error)), ended.error
 
 
 def of_two_and_three(rank: int, n: int) -> float:

@@ -278,13 +278,25 @@ def _wrapped(rank: int, n: int, where: str) -> str:
         if where == "inside":
             dist.init_process_group("gloo")
             wh.parallelize(nn.Sequential(DistributedDataParallel(model)), default=wh.replica())
+        elif where == "a member":
+            whole = wh.parallelize(nn.Sequential(nn.Tanh(), model), default=wh.split())
+            whole[1] = DistributedDataParallel(model)
+            whole(torch.ones(2, 4))
+        elif where == "a parent":
+            DistributedDataParallel(nn.Sequential(wh.parallelize(model, default=wh.split())))(torch.ones(2, 4))
         else:
             DistributedDataParallel(wh.parallelize(model, default=wh.split()))
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("where", "text"), [("inside", "0 is wrapped in DistributedDataParallel"), ("around", "is not needed")]
+    ("where", "text"),
+    [
+        ("inside", "0 is wrapped in DistributedDataParallel"),
+        ("around", "is not needed"),
+        ("a member", "1 is wrapped in DistributedDataParallel"),
+        ("a parent", "this Linear runs inside a DistributedDataParallel"),
+    ],
 )
 def test_torchs_ddp_is_kept_off(where: str, text: str) -> None:
     assert all(text in found for found in world(2, _wrapped, where))

@@ -68,6 +68,7 @@ def _accumulated(rank: int, n: int, how: str) -> float:
 
 @pytest.mark.parametrize("how", ["plain", "no_sync", "scaled", "zero between"])
 @pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.matrix(keep=3)
 def test_gradients_accumulate(how: str, n: int) -> None:
     assert max(world(n, _accumulated, how)) < BAR
 
@@ -82,6 +83,7 @@ def _together(rank: int, n: int) -> float:
 
 
 @pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.matrix(keep=1)
 def test_two_forwards_and_one_backward(n: int) -> None:
     assert max(world(n, _together)) < BAR
 
@@ -99,6 +101,7 @@ def _clipped(rank: int, n: int, name: str, norm_type: float) -> tuple[float, flo
 @pytest.mark.parametrize("name", ["chain", "tied"])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.matrix(keep=3)
 def test_the_norm_is_that_of_one_process(name: str, norm_type: float, n: int) -> None:
     for found, expected, error in world(n, _clipped, name, norm_type):
         assert found == pytest.approx(expected, rel=1e-5)
@@ -131,6 +134,7 @@ def _scaled(rank: int, n: int) -> tuple[list[float], list[bool], float]:
 
 
 @pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.matrix(keep=1)
 def test_an_overflow_in_one_stage_skips_the_step_everywhere(n: int) -> None:
     for scales, skipped, error in world(n, _scaled):
         assert scales == [2.0**14, 2.0**15, 2.0**14]
@@ -206,6 +210,7 @@ def _frozen(rank: int, n: int, pattern: str) -> float:
 
 @pytest.mark.parametrize("pattern", ["a", "b", "d", "ab", "cd", "abc"])
 @pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.matrix(keep=2)
 def test_frozen_stages(pattern: str, n: int) -> None:
     assert max(world(n, _frozen, pattern)) < BAR
 
@@ -222,6 +227,7 @@ def _autocast(rank: int, n: int) -> float:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.matrix(keep=1)
 def test_autocast(n: int) -> None:
     assert max(world(n, _autocast)) < 5e-3  # beside the micro-batches one after the other, in bfloat16
 
@@ -262,7 +268,93 @@ def _evaluated(rank: int, n: int) -> tuple[float, int, int]:
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 8])
+@pytest.mark.matrix(keep=2)
 def test_every_rank_gets_what_a_pipeline_evaluates(n: int) -> None:
     for error, before, after in world(n, _evaluated):
         assert error < 1e-6
         assert before == after
+
+
+def _numbers(rank: int, n: int, name: str) -> float:
+    """Loss and accuracy in evaluation, of the pipeline's own batch; replicas may evaluate more or less often."""
+    both = _Both(rank, name)
+    error = 0.0
+    both.model.eval()
+    both.alone.eval()
+    with torch.no_grad():
+        for _ in range(2 + both.here.start):
+            mine, _ = both.batch()
+            found, expected = both.model(**mine), both.alone(**mine)
+            if isinstance(expected, Tensor):
+                found, expected = {"loss": found}, {"loss": expected}
+            error = max(error, *(float((found[key] - expected[key]).abs().max()) for key in expected))
+    return error
+
+
+@pytest.mark.parametrize("name", ["chain", "nests", "losses"])
+@pytest.mark.parametrize("n", [1, 4, 8])
+@pytest.mark.matrix(keep=2)
+def test_numbers_in_evaluation_are_those_of_the_whole_batch(name: str, n: int) -> None:
+    assert max(world(n, _numbers, name)) < 1e-6
+
+
+def _frozen_later(rank: int, n: int) -> float:
+    both = _Both(rank)
+    error = 0.0
+    for frozen in ("", "ab", "d"):
+        for m in (both.model, both.alone):
+            m.zero_grad()
+            for name, parameter in m.named_parameters():
+                parameter.requires_grad_(name[0] not in frozen)
+        mine, whole = both.batch()
+        both.model(**mine).backward()
+        both.alone(**whole).backward()
+        error = max(error, both.error())
+    return error
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.matrix(keep=1)
+def test_what_is_frozen_later(n: int) -> None:
+    assert max(world(n, _frozen_later)) < BAR
+
+
+class _Choice(nn.Module):
+    """Which stage uses the last layer depends on how it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, early: bool) -> Tensor:
+        h = self.a(x)
+        out: Tensor = self.b(self.c(h)) if early else self.c(self.b(h))
+        return out.square().mean()
+
+
+def _chosen(rank: int, n: int) -> None:
+    model: Any = _Choice()
+    wh.annotate(model, {"a": wh.stage(), "b": wh.stage()}, inside=wh.pipeline(num_micro_batches=2))  # type: ignore[call-overload]
+    wh.parallelize(model)
+    model(torch.ones(4, WIDTH), early=False).backward()
+    model(torch.ones(4, WIDTH), early=True)
+
+
+def test_a_call_that_needs_a_parameter_elsewhere_says_so() -> None:
+    with pytest.raises(
+        wh.TraceError, match=r"this call uses 'c\.(weight|bias)' on stage 0, but the first call used it on"
+    ):
+        world(2, _chosen)
+
+
+def _replaced(rank: int, n: int) -> None:
+    both = _Both(rank)
+    mine, _ = both.batch()
+    both.model(**mine).backward()
+    both.model.d = nn.Linear(WIDTH, 5)
+    both.model(**mine)
+
+
+def test_a_parameter_that_is_replaced_later_is_refused() -> None:
+    with pytest.raises(wh.PlanError, match=r"parameter 'd\.weight' was replaced after wh\.parallelize"):
+        world(2, _replaced)

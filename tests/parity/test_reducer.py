@@ -140,6 +140,30 @@ def test_parameters_of_any_dtype(kind: str) -> None:
     assert relative_error(results[0], dtypes_rank(0, 1, kind)) <= (2e-2 if kind == "bf16" else 2e-6)
 
 
+class Conjugated(nn.Module):
+    """Its gradient is one that torch has only noted as conjugated, and not written so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.arange(4) + 1j)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real((self.w.conj() * x).resolve_conj())
+
+
+def conjugated_rank(rank: int, n: int) -> Tensor:
+    model = wh.parallelize(Conjugated()) if n > 1 else Conjugated()
+    x = torch.complex(torch.arange(8.0).view(2, 4), torch.ones(2, 4))
+    model(x[rank : rank + 1] if n > 1 else x).square().mean().backward()
+    return model.w.grad.resolve_conj()
+
+
+def test_conjugated_gradients() -> None:
+    expected = conjugated_rank(0, 1)
+    for found in world(2, conjugated_rank):
+        torch.testing.assert_close(found, expected)
+
+
 # ---- buckets ----
 
 

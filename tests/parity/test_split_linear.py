@@ -14,6 +14,7 @@ from tests.parity.compare import Case, Model, check, check_all, even, own, uneve
 from tests.world import world
 from whale_torch.comm import bridge
 from whale_torch.comm.rows import enter_columns, leave_rows
+from whale_torch.state import full_tensor
 from whale_torch.strategies.runtime import runtime_of
 from whale_torch.strategies.split_linear import RowLinear
 
@@ -173,3 +174,33 @@ def _types_under_autocast(rank: int, n: int) -> list[torch.dtype]:
 
 def test_outputs_have_autocasts_type() -> None:
     assert world(2, _types_under_autocast) == [[torch.bfloat16] * 4] * 2
+
+
+def _written_to(rank: int, n: int) -> list[Tensor]:
+    """What a split gave is the user's: residual connections and activations may work in place."""
+    torch.manual_seed(0)
+    with wh.split(cut="rows"):
+        rows = nn.Linear(8, 8, bias=False)
+    with wh.split(cut="columns"):
+        columns = nn.Linear(8, 6)
+    model = wh.parallelize(nn.Sequential(rows, nn.ReLU(inplace=True), columns))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))[rank :: max(n, 1)]
+    z: Any = model(x)
+    out = z.rows()
+    before = z.local.detach().clone()
+    out *= 2
+    out += 1
+    assert torch.equal(z.local, before)
+    out.square().mean().backward()
+    return [full_tensor(p, p.grad) for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_a_split_gave_may_be_written_to(n: int) -> None:
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 6))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    (alone(x) * 2 + 1).square().mean().backward()
+    for found in world(n, _written_to):
+        for mine, parameter in zip(found, alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, parameter.grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -36,13 +37,21 @@ CAUGHT: dict[str, Callable[[], Tensor]] = {
     "nll module": lambda: nn.NLLLoss()(X.log_softmax(1), Y),
     "pixels": lambda: F.nll_loss(X[:, :, None, None], Y[:, None, None]),
 }
+if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
+    CAUGHT["linear"] = lambda: F.linear_cross_entropy(X, torch.eye(3), Y)
+    CAUGHT["linear in chunks"] = lambda: F.linear_cross_entropy(X, torch.eye(3), Y, options=_in_chunks())
+    CAUGHT["linear of one row"] = lambda: F.linear_cross_entropy(X[0], torch.eye(3), Y[0], options=_in_chunks())
+
+
+def _in_chunks() -> Any:
+    return nn.LinearCrossEntropyOptions()
 
 
 @pytest.mark.parametrize("name", CAUGHT)
 def test_means_over_labels_are_caught(name: str) -> None:
     value = CAUGHT[name]()
     answer, found = _seen(CAUGHT[name])
-    assert len(found) == 1 and found[0].target.flatten().tolist() == [2, 0]
+    assert len(found) == 1 and found[0].target.flatten().tolist() in ([2, 0], [2])
     torch.testing.assert_close(answer, value * 2)
 
 

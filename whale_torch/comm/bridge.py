@@ -147,7 +147,7 @@ class Leave(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, counts: Sequence[int], region: Region) -> torch.Tensor:
         ctx.counts, ctx.region = counts, region
         out = sum_to_feed(x, counts, region, "leave")
-        return out.view_as(out) if out is x else out
+        return out.detach() if out is x else out  # no view to autograd, so that the user may write into it
 
     @staticmethod
     @first_order
@@ -170,7 +170,7 @@ class ColumnsToRows(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.counts, ctx.widths, ctx.region = counts, widths, region
         out = columns_to_rows(z, counts, widths, region, "columns to rows")
-        return out.view_as(out) if out is z else out
+        return out.clone() if out is z else out  # z is the user's too
 
     @staticmethod
     @first_order

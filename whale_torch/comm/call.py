@@ -16,7 +16,7 @@ from whale_torch.comm.scale import Witness
 from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group
 
-__all__ = ["Anchor", "Batch", "Call", "Trained", "accept", "deliver"]
+__all__ = ["Anchor", "Batch", "Call", "Trained", "accept", "deliver", "givers_of"]
 
 
 _NAME = "row counts of the batch"
@@ -104,6 +104,7 @@ class Call:
         labels: Group | None = None,
     ):
         self.anchor, self._witness = anchor, witness
+        self.anchors = {anchor}  # also those of models behind the inputs
         self.world, self.feed_size, self.num_feeds, self.summed = world, feed_size, world.size // feed_size, summed
         self.is_empty = batch.rows == 0
         self._counts: list[int] | None = None
@@ -188,6 +189,10 @@ class Call:
         if self.before_backward is not None:
             self.before_backward()
 
+    def accumulates(self) -> bool:
+        """Whether a backward() runs that gives gradients to this model, or to one that gave it an input."""
+        return any(anchor.accumulates() for anchor in self.anchors)
+
     def _check_trained(self, codes: list[int]) -> None:
         odd = next((rank for rank, code in enumerate(codes) if code != codes[0]), None)
         if odd is not None:
@@ -199,10 +204,6 @@ class Call:
             )
 
     @property
-    def feed(self) -> int:
-        return self.world.rank // self.feed_size
-
-    @property
     def uneven(self) -> bool:
         """Whether some feed's weight is not 1."""
         counts = self.counts()
@@ -210,11 +211,15 @@ class Call:
 
     def weight(self) -> float:
         """What the gradient of this feed's loss is multiplied by: its share of the rows times the number of feeds."""
+        return self.weight_of(self.world.rank)
+
+    def weight_of(self, rank: int) -> float:
+        """The same, of the feed of any rank."""
         if self.summed:
             return float(self.num_feeds)
         counts = self.counts()
         total = sum(counts)
-        return self.num_feeds * counts[self.feed] / total if total else 0.0
+        return self.num_feeds * counts[rank // self.feed_size] / total if total else 0.0
 
     def share(self, region: Region) -> float:
         """Mean weight of the region's feeds."""
@@ -238,7 +243,7 @@ class _Deliver(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
         call.reached()
-        if ctx.weigh and call.anchor.accumulates():
+        if ctx.weigh and call.accumulates():
             if call.uneven:
                 weight = call.weight()
                 grad = grad * weight if weight else torch.zeros_like(grad)  # the mean of no rows is NaN
@@ -263,38 +268,64 @@ def deliver(x: torch.Tensor, call: Call, *, weigh: bool = True) -> torch.Tensor:
 
 
 class _Accept(torch.autograd.Function):
-    """Identity on an input; backward takes off the weight that the model's own output gave the gradient."""
+    """Identity on an input that parallelized models gave; its gradient has the weight of the model that took it.
+
+    The outputs that it was made of would weigh the gradient again: their weight is taken off.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: Call) -> torch.Tensor:
-        ctx.call = call
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, givers: Sequence[Call]) -> torch.Tensor:
+        ctx.givers = givers
+        return x.detach()  # as in _Deliver: a first layer may work in place
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        call: Call = ctx.call
-        weight = call.weight() if call.anchor.accumulates() and call.uneven else 1.0
-        return grad / weight if weight not in (0.0, 1.0) else grad, None
+        givers = [giver for giver in ctx.givers if giver.accumulates()]
+        if any(giver.uneven for giver in givers):
+            _check_weights(givers)
+            weight = givers[0].weight()
+            grad = grad / weight if weight else grad
+        return grad, None
 
 
 def accept(x: torch.Tensor, call: Call) -> torch.Tensor:
-    """An input of the model. One that a parallelized model gave is weighed where it left that one, and not here too."""
-    if type(x) is not torch.Tensor or not x.requires_grad or not _was_delivered(x):
+    """An input of the model: one that parallelized models gave is weighed once, by the model nearest to the loss."""
+    givers = givers_of(x) if x.requires_grad else ()
+    if not givers:
         return x
-    out: torch.Tensor = _Accept.apply(x, call)  # type: ignore[no-untyped-call]
+    call.anchors.update(*(giver.anchors for giver in givers))
+    out: torch.Tensor = _Accept.apply(x, givers)  # type: ignore[no-untyped-call]
     return out
 
 
-def _was_delivered(x: torch.Tensor) -> bool:
-    """Whether a parallelized model's output is among what x was made of."""
+def givers_of(x: torch.Tensor) -> list[Call]:
+    """The forwards whose weighed outputs x was made of, without those behind them."""
+    found: dict[int, Call] = {}
     seen: set[Any] = set()
-    waiting = [x.grad_fn]
+    waiting: list[Any] = [x.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "_DeliverBackward":
-            return True
         seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
-    return False
+        if node.name() != "_DeliverBackward":
+            waiting += [before for before, _ in node.next_functions]
+        elif node.weigh:
+            found[id(node.call)] = node.call
+    return list(found.values())
+
+
+def _check_weights(givers: Sequence[Call]) -> None:
+    """Raises LossError, on every rank, where one input was made of outputs that weigh differently."""
+    first, *others = ([giver.weight_of(rank) for rank in range(giver.world.size)] for giver in givers)
+    odd = next((weights for weights in others if weights != first), None)
+    if odd is not None:
+        raise LossError(
+            "an input of a model was made of outputs of several forwards, whose rows are spread differently over the "
+            f"ranks: their weights are {_short(first)} and {_short(odd)}.",
+            fix="give each output to the model as an input of its own",
+        )
+
+
+def _short(weights: Sequence[float]) -> list[float]:
+    return [round(weight, 4) for weight in weights]

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "plain",
     "register_function",
     "registered_function",
+    "user_lines",
     "user_site",
 ]
 
@@ -307,12 +309,23 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 def user_site() -> str:
     """file:line of the nearest caller outside torch, this package and einops."""
     frame = sys._getframe(1)
-    while frame.f_back is not None:
-        root = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if root not in ("torch", "whale_torch", "einops"):
-            break
+    while frame.f_back is not None and not _is_users(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def user_lines(until: FrameType | None) -> list[tuple[str, int]]:
+    """(file, line) of all such callers from the nearest on, up to a frame."""
+    found, frame = [], sys._getframe(1)
+    while frame.f_back is not None and frame is not until:
+        if _is_users(frame):
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("torch", "whale_torch", "einops")
 
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]

@@ -248,7 +248,8 @@ def cross_entropy(
     options = _Options(weight, ignore_index, reduction, label_smoothing)
     _check_options(options, num_classes)
     z_dtype, device = dtype_and_device(z)
-    detail = f"{z_dtype} {reduction} ignore_index={ignore_index} label_smoothing={label_smoothing} {weight is not None}"
+    weighed = "" if weight is None else f" weight {_hash(weight):x}"
+    detail = f"{z_dtype} {reduction} ignore_index={ignore_index} label_smoothing={label_smoothing}{weighed}"
     short = num_classes <= _SHORT and -_SHORT < ignore_index < _SHORT  # so that labels travel as 32 bits
     targets = _targets_of_all(target.reshape(-1).long(), place, detail, short=short)
     dtype = torch.float64 if z_dtype == torch.float64 else torch.float32
@@ -284,6 +285,13 @@ def _targets_of_all(mine: Tensor, place: ColumnsPlace, detail: str, *, short: bo
         detail += f" labels {zlib.crc32(mine.contiguous().numpy().data):x}"
     place.agree("cross_entropy", detail)
     return gather_feeds(mine, counts, region, "cross_entropy labels")
+
+
+def _hash(x: Tensor) -> int:
+    """31 bits of values on the CPU; elsewhere 1, since reading them would wait for the device."""
+    if x.device.type != "cpu":
+        return 1
+    return zlib.crc32(x.detach().contiguous().view(torch.uint8).numpy().data) & 0x7FFFFFFF
 
 
 def _runs_across(z: Columns, target: Tensor, size_average: Any, reduce: Any, reduction: str) -> bool:

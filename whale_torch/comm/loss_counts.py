@@ -28,10 +28,10 @@ _NAME = "counts of labels"
 class LossCounts:
     """The losses that one forward called on this rank, and on the others once `settle` was called.
 
-    A loss is known by its line in the user's code and by how often that line came before. The first message has room
-    for as many losses as any rank called in an earlier forward, and for 4 at least; where some rank has more, a second
-    one follows at the start of backward. On the CPU counts travel with the lines, elsewhere from device to device, so
-    that nobody waits for the device.
+    A loss is known by its line in the user's code, by the lines that led there, and by how often these came before. The
+    first message has room for as many losses as any rank called in an earlier forward, and for 4 at least; where some
+    rank has more, a second one follows at the start of backward. On the CPU counts travel with the lines, elsewhere
+    from device to device, so that nobody waits for the device.
     """
 
     def __init__(self, copies: Group, device: torch.device, before: LossCounts | None):
@@ -46,11 +46,19 @@ class LossCounts:
         self._table: Tensor | None = None
         self._most: int | None = None
 
-    def add(self, count: Tensor, site: str) -> int:
-        """Notes a loss called at "file:line"; returns its number."""
+    def add(self, count: Tensor, lines: Sequence[tuple[str, int]]) -> int:
+        """Notes a loss called in the first of these lines, (file, line) each, and that by way of the others.
+
+        Returns its number.
+        """
         self._counts.append(count.detach().to(self._device, torch.float64).reshape(()))
-        self._lines.append(_line_code(site))
+        self._lines.append(_line_code(lines))
         return len(self._lines) - 1
+
+    @property
+    def started(self) -> bool:
+        """Whether the exchange has begun, and no loss comes any more."""
+        return self._of_all is not None
 
     def start(self, send: Callable[[Sequence[int]], Callable[[], Tensor]]) -> None:
         """Starts the exchange, on every rank.
@@ -125,10 +133,11 @@ def _padded(values: list[int], length: int) -> list[int]:
     return values + [0] * (length - len(values))
 
 
-def _line_code(site: str) -> int:
-    """A number of a line in a file, the same where the file lies elsewhere."""
-    path, _, line = site.rpartition(":")
-    return zlib.crc32(Path(path).name.encode()) << _LINE_BITS | int(line) & ((1 << _LINE_BITS) - 1)
+def _line_code(lines: Sequence[tuple[str, int]]) -> int:
+    """A number of lines in files, the same where the files lie elsewhere; its end is the first line's."""
+    told = [(Path(path).name, line) for path, line in lines]
+    first = lines[0][1] if lines else 0
+    return zlib.crc32(repr(told).encode()) << _LINE_BITS | first & ((1 << _LINE_BITS) - 1)
 
 
 def _check_lines(lines: list[list[int]]) -> None:
@@ -139,9 +148,11 @@ def _check_lines(lines: list[list[int]]) -> None:
         if not all(line in rest for line in mine):
             most = lines.index(longest)
             told = [[line & ((1 << _LINE_BITS) - 1) for line in found] for found in (longest, mine)]
+            callers = ", called from other lines" if set(told[1]) <= set(told[0]) else ""
             raise LossError(
                 f"the ranks called different losses inside the model: rank {most} in the lines {told[0]}, "
-                f"rank {rank} in the lines {told[1]}. Which of them are one loss over all ranks cannot be told.",
+                f"rank {rank} in the lines {told[1]}{callers}. Which of them are one loss over all ranks cannot be "
+                "told.",
                 fix="call the same losses in the same order on every rank, with all labels ignored where a rank has "
                 "none; a rank may leave some out, if another one calls them all",
                 ranks=(most, rank),

@@ -1,7 +1,8 @@
 """Messages between the stages of a pipeline: every rank posts its own in one order, so that none waits for another.
 
 The order is that in which a simulation of the schedule completes what each message carries (docs/design.md 5.6). A
-receive is posted as soon as all messages before it are, and waited for where its values are used.
+receive is posted as soon as all messages before it are, some ahead of need, since a transfer begins only then; it is
+waited for where its values are used.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from whale_torch.comm.failure import explain
 from whale_torch.mesh import Group
 
 __all__ = ["Form", "Message", "Messages"]
+
+_AHEAD = 2
+"""Receives that may be under way before anything asks for them: each has a buffer."""
 
 
 class Message(NamedTuple):
@@ -59,6 +63,8 @@ class Messages:
         self._ready: dict[Message, list[Tensor]] = {}
         self._receives: dict[Message, tuple[list[dist.Work], list[Tensor]]] = {}
         self._sends: deque[tuple[Message, dist.Work, Tensor]] = deque()
+        self._ahead = 0
+        self._post()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Hands tensors to the stage that reads them, which may be on this rank; returns at once."""
@@ -76,6 +82,9 @@ class Messages:
         works, tensors = self._receives.pop(message)
         for work in works:
             self._wait(message, work)
+        if self._place_of[message.source] != self._group.index:
+            self._ahead -= 1
+            self._post()
         return tensors
 
     def finish(self) -> None:
@@ -87,25 +96,26 @@ class Messages:
             self._wait(message, work)
 
     def _post(self, needed: Message | None = None) -> None:
-        """Posts messages in order, as far as what they carry is there, or up to the one that is needed."""
+        """Posts messages in order: sends as far as what they carry is there, receives some ahead of need."""
         while self._next < len(self._order):
             message = self._order[self._next]
             if self._place_of[message.source] == self._group.index:
                 if message not in self._ready:
-                    assert needed is None, f"{needed} would be waited for before {message} is sent"
+                    assert needed is None or needed in self._receives, f"{needed} waits for {message} to be sent"
                     return
                 goal = self._rank_of(message.goal)
                 for x in self._ready.pop(message):
                     self._group.count(x.numel() * x.element_size(), "stages")
                     self._sends.append((message, self._start(message, dist.isend, x, goal), x))
             else:
+                if self._ahead >= _AHEAD and (needed is None or needed in self._receives):
+                    return
                 source = self._rank_of(message.source)
                 tensors = [torch.empty(f.shape, dtype=f.dtype, device=self._device) for f in self._forms(message)]
                 works = [self._start(message, dist.irecv, x, source) for x in tensors]
                 self._receives[message] = (works, tensors)
+                self._ahead += 1
             self._next += 1
-            if message == needed:
-                return
 
     def _start(self, message: Message, call: Callable[..., dist.Work | None], x: Tensor, rank: int) -> dist.Work:
         try:

@@ -186,6 +186,8 @@ class Reducer:
             else:
                 if grad.requires_grad or grad.layout is not torch.strided:
                     _refuse_grad(piece.parameter, grad)
+                if grad.is_conj():  # only noted by torch so far; the mean is written where the gradient is read
+                    piece.parameter.grad = grad = grad.resolve_conj()
                 grads.append(piece.of(grad))
                 offsets.append(piece.offset)
         return grads, offsets, absent

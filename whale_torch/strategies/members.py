@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from whale_torch.errors import PlanError
+from whale_torch.strategies.wrappers import refuse_wrappers
 
 __all__ = ["Members"]
 
@@ -38,10 +39,14 @@ class Members:
         return [parameter for module in self._modules for parameter in module._parameters.values()]
 
     def check(self, model: nn.Module) -> None:
-        """Raises PlanError naming a parameter that was replaced or added. Microseconds where nothing changed."""
+        """Raises PlanError naming a parameter that was replaced or added, or a wrapper of torch's around a member.
+
+        Microseconds where nothing changed.
+        """
         children, held = self._seen
         if _same(self._held(), held) and _same(self._children(), children):
             return
+        refuse_wrappers(model)
         self._check_places(model)
         self._look(model)
 

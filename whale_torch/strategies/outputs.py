@@ -115,8 +115,8 @@ def _map_inside(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, 
         return out
     if isinstance(value, Iterator) or (isinstance(value, _SEQUENCES) and any(True for _ in tensors_in(value))):
         raise LayoutError(
-            f"the model returned a {type(value).__name__}, which may hold tensors that cannot be reached.",
-            fix="return tensors, or tuples, lists, dicts, dataclasses or plain objects of them",
+            f"the model took or returned a {type(value).__name__}, which may hold tensors that cannot be reached.",
+            fix="use tensors, or tuples, lists, dicts, dataclasses or plain objects of them",
         )
     before = _fields(value)
     after = {name: _map(item, change, done) for name, item in before.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_torch.comm.call import Anchor, Call, Trained, accept, deliver
+from whale_torch.comm.call import Anchor, Call, Trained, accept, deliver, givers_of
 from whale_torch.comm.columns import Columns, plain
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.local_random import stream_code
@@ -29,6 +29,7 @@ from whale_torch.strategies.members import Members
 from whale_torch.strategies.outputs import map_tensors, tensors_in
 from whale_torch.strategies.split_linear import ColumnLinear
 from whale_torch.strategies.state_hooks import cut_places
+from whale_torch.strategies.wrappers import refuse_wrapper_around
 
 __all__ = ["CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
 
@@ -88,7 +89,6 @@ class Runtime:
         self._reader = reader
         self.plan, self.mesh, self.regions, self._make_reducers = plan, mesh, regions, make_reducers
         self.call: Call | None = None
-        self._counts_group = mesh.everyone(channel="row counts")
         self._delayed = [
             m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
         ]
@@ -101,6 +101,9 @@ class Runtime:
         self._draws: set[bool] = set()  # in which modes, training or not, forwards were seen to draw random numbers
         self._seeks_losses = plan.num_feeds > 1 and may_call_losses(model)
         apart = self._seeks_losses and plan.feed_size > 1
+        # longer messages on a channel of their own: a rank may leave out a forward of one model, and none of another
+        longer = self._seeks_losses and not apart
+        self._counts_group = mesh.everyone(channel="counts of losses" if longer else "row counts")
         self._labels_group = mesh.everyone(channel="counts of labels") if apart else self._counts_group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
@@ -130,11 +133,11 @@ class Runtime:
         if grad:
             self._check_parameters(model)
         call = self._begin(args, kwargs, model.training)
-        if grad and self.plan.num_feeds > 1 and any(x.requires_grad for x in tensors_in((args, kwargs))):
-            args, kwargs = map_tensors((args, kwargs), functools.partial(_taken, call=call))
         watched = self.plan.feed_size > 1 and model.training not in self._draws
         before = stream_code(self.mesh.device) if watched else 0
         try:
+            if grad and self.plan.num_feeds > 1 and any(map(_was_given, tensors_in((args, kwargs)))):
+                args, kwargs = map_tensors((args, kwargs), functools.partial(_take, call=call))
             if grad and self._seeks_losses:
                 with TrueMeanLoss(call, self._labels_group):
                     out = forward(model, *args, **kwargs)
@@ -195,6 +198,7 @@ class Runtime:
             self.gradients.sync = before
 
     def _check_parameters(self, model: nn.Module) -> None:
+        refuse_wrapper_around(model)
         self.gradients.abandon()
         self._members.check(model)
         trained = self._trained_dtypes()
@@ -228,12 +232,16 @@ class Runtime:
         )
 
 
-def _taken(x: Tensor, call: Call) -> Tensor:
-    """An input of the model. A split's output that a model gave is weighed where the loss is, and not here too."""
-    if not isinstance(x, Columns) or x.place.call is None:
-        return accept(x, call)
-    local = plain(x) if x.deferred is None else deliver(plain(x), x.place.call, weigh=False)
-    return Columns.of(local, replace(x.place, call=None), x.hold)
+def _was_given(x: Tensor) -> bool:
+    """Whether a gradient of an input goes on to parallelized models that gave it."""
+    return x.requires_grad and (x.place.call is not None if isinstance(x, Columns) else bool(givers_of(x)))
+
+
+def _take(x: Tensor, call: Call) -> Tensor:
+    """An input. A split's output that another model gave is gathered, where its rows are weighed, and not later."""
+    if isinstance(x, Columns) and _was_given(x):
+        x = x.implicit_rows("the input of another model")
+    return accept(x, call)
 
 
 def _deliver_columns(x: Columns, call: Call) -> Columns:

@@ -134,7 +134,7 @@ def _program(
             drops[node].append(node)
     return StageProgram(
         index=index,
-        steps=tuple(Step(node, tuple(drops[node])) for node in here),
+        steps=tuple(Step.of(node, tuple(drops[node])) for node in here),
         receives=receives,
         sends=sends,
         results=results if is_last else None,

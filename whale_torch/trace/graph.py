@@ -12,7 +12,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Context", "Graph", "Kind", "Made", "Node", "item", "map_nodes", "nodes_in", "tensors_in"]
+__all__ = [
+    "Context",
+    "Graph",
+    "Kind",
+    "Made",
+    "Node",
+    "item",
+    "leaves_in",
+    "map_leaves",
+    "map_nodes",
+    "nodes_in",
+    "tensors_in",
+]
 
 Kind = Literal["input", "parameter", "buffer", "constant", "count", "call", "module"]
 
@@ -80,9 +92,12 @@ class Node:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Callable[..., Any]) -> Any:
         """The value that `target`, the function or the live module, gives for arguments."""
-        with self.context.entered() if self.context is not None else contextlib.nullcontext():
+        if self.context is None:
             out = target(*args, **kwargs)
-        return out if self.writes is None else list(_leaves((args, kwargs)))[self.writes]
+        else:
+            with self.context.entered():
+                out = target(*args, **kwargs)
+        return out if self.writes is None else list(leaves_in((args, kwargs)))[self.writes]
 
 
 @dataclass
@@ -165,21 +180,35 @@ def nodes_in(value: Any) -> Iterator[Node]:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a nest of tuples, lists, dicts and dataclasses, in order."""
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+    return (leaf for leaf in leaves_in(value) if isinstance(leaf, Tensor))
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves_in(value: Any) -> Iterator[Any]:
+    """What a nest of tuples, lists, dicts and dataclasses holds, in order."""
     if isinstance(value, (tuple, list)):
         for entry in value:
-            yield from _leaves(entry)
+            yield from leaves_in(entry)
     elif isinstance(value, dict):
         for entry in value.values():
-            yield from _leaves(entry)
+            yield from leaves_in(entry)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for part in dataclasses.fields(value):
-            yield from _leaves(getattr(value, part.name, None))
+            yield from leaves_in(getattr(value, part.name, None))
     else:
         yield value
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nest with each leaf changed."""
+    if isinstance(value, (tuple, list)):
+        items = [map_leaves(entry, change) for entry in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):
+        fields = {part.name: map_leaves(getattr(value, part.name), change) for part in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    if isinstance(value, dict):
+        return type(value)({key: map_leaves(entry, change) for key, entry in value.items()})
+    return change(value)
 
 
 def item(node: Node, key: Any, value: Any, *, attribute: bool = False) -> Node:

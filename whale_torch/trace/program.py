@@ -6,17 +6,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from whale_torch.trace.graph import Node, map_nodes
+from whale_torch.trace.graph import Made, Node, map_nodes
 
 __all__ = ["StageProgram", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One Node to run, and those whose values nobody reads afterwards."""
+    """One Node to run, and those whose values nobody reads afterwards.
+
+    flat: none of its arguments is a nest.
+    """
 
     node: Node
     drops: tuple[Node, ...]
+    flat: bool = False
+
+    @staticmethod
+    def of(node: Node, drops: tuple[Node, ...]) -> Step:
+        nests = (tuple, list, dict, slice, Made)
+        return Step(node, drops, not any(isinstance(a, nests) for a in (*node.args, *node.kwargs.values())))
+
+    def arguments(self, values: Mapping[Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What goes in, by the values of Nodes."""
+        args, kwargs = self.node.args, self.node.kwargs
+        if not self.flat:
+            found: tuple[tuple[Any, ...], dict[str, Any]] = map_nodes((args, kwargs), values.__getitem__)
+            return found
+        return (
+            tuple([values[a] if type(a) is Node else a for a in args]),
+            {key: values[a] if type(a) is Node else a for key, a in kwargs.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -53,7 +73,7 @@ class StageProgram:
         for step in self.steps:
             node = step.node
             if node.kind == "call" or node.kind == "module":
-                args, kwargs = map_nodes((node.args, node.kwargs), values.__getitem__)
+                args, kwargs = step.arguments(values)
                 values[node] = node.run(args, kwargs, node.target if node.kind == "call" else find(node))
             elif node.kind == "input":
                 values[node] = inputs[node.target]

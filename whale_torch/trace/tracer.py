@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
-from whale_torch.trace.graph import Context, Graph, Made, Node, item, tensors_in
+from whale_torch.trace.graph import Context, Graph, Made, Node, item, leaves_in, tensors_in
 from whale_torch.trace.twin import Twin
 
 __all__ = ["Leaf", "record"]
@@ -203,12 +202,12 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__":
             return self._attribute(func, args)
-        before = [(number, x, x._version) for number, x in enumerate(tree_leaves((args, kwargs))) if _is_tensor(x)]
+        before = [(number, x, x._version) for number, x in enumerate(leaves_in((args, kwargs))) if _is_tensor(x)]
         self.draws.seen = False
         out = _run(func, args, kwargs, f"{_name_of(func)}()")
         draws = self.draws.seen  # what is asked of tensors below passes here too
         changed = [(number, x) for number, x, version in before if x._version != version]
-        given = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        given = [x for x in leaves_in(out) if isinstance(x, Tensor)]
         if not given and not changed:
             return out  # a shape, a dtype: resolved
         self._refuse_changes(func, [x for _, x in changed])
@@ -282,7 +281,7 @@ class _Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         self._refuse_saved_hooks(f"module '{name}'")
         nest = self.nest(tuple(args)), self.nest(dict(kwargs))
-        before = [(x, x._version) for x in tree_leaves((args, kwargs)) if _is_tensor(x)]
+        before = [(x, x._version) for x in leaves_in((args, kwargs)) if _is_tensor(x)]
         self.draws.seen = False
         with self._inside(), torch._C.DisableTorchFunction():
             out = _run(original, (module, *args), kwargs, f"module '{name}'")
@@ -403,6 +402,6 @@ def hides_tensors(value: Any, depth: int = 0) -> bool:
     if isinstance(value, nn.Module) or callable(value):
         return False
     own = getattr(value, "__dict__", {}).values()
-    return any(isinstance(x, FakeTensor) for part in own for x in tree_leaves(part)) or any(
+    return any(isinstance(x, FakeTensor) for part in own for x in leaves_in(part)) or any(
         hides_tensors(part, depth + 1) for part in own
     )

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
+from whale_torch.trace.graph import map_leaves
 from whale_torch.trace.tweaks import tweak
 
 __all__ = ["Twin"]
@@ -66,4 +66,4 @@ class Twin:
                     return torch.empty(shape, dtype=x.dtype, device=self.device)
             return self.fake.from_tensor(x.detach()).to(self.device)
 
-        return tree_map(like, args)
+        return map_leaves(args, like)

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from whale_torch.errors import LayoutError
-from whale_torch.strategies.outputs import map_tensors, tensors_in
+from whale_torch.strategies.outputs import map_tensors
+from whale_torch.trace.graph import tensors_in
 
 __all__ = ["MicroBatches", "micro_batches"]
 
@@ -15,17 +16,35 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class MicroBatches:
-    """The calls of the micro-batches that one call of the model is cut into, and the rows of each."""
+    """One call of the model, cut along `dim` of every tensor that has as many entries there as the batch.
 
-    def __init__(self, calls: list[Call], rows: list[int]):
-        self.calls, self.rows = calls, rows
+    rows: of each micro-batch. inputs: its tensors, in the order of a recording's.
+    """
 
-    def __len__(self) -> int:
-        return len(self.calls)
+    def __init__(self, call: Call, rows: list[int], dim: int):
+        self.rows = rows
+        self._call, self._dim, self._all = call, dim, sum(rows)
+        columns = [self._cut(x) for x in tensors_in(call)]
+        self.inputs = [[column[number] for column in columns] for number in range(len(rows))]
+
+    def call(self, rows: int) -> Call:
+        """A call of the model like that of a micro-batch of so many rows."""
+
+        def first(x: Tensor) -> Tensor:
+            return x.narrow(self._dim, 0, rows) if self._has_rows(x) else x
+
+        found: Call = map_tensors(self._call, first)
+        return found
+
+    def _has_rows(self, x: Tensor) -> bool:
+        return x.dim() > self._dim and x.shape[self._dim] == self._all
+
+    def _cut(self, x: Tensor) -> list[Tensor]:
+        return list(x.split(self.rows, self._dim)) if self._has_rows(x) else [x] * len(self.rows)
 
 
 def micro_batches(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, number: int, dim: int) -> MicroBatches:
-    """At most `number` parts of nearly equal rows, along `dim` of every tensor that has as many there as the batch.
+    """At most `number` parts of nearly equal rows.
 
     Raises LayoutError for a batch without samples, and for an input that wants a gradient.
     """
@@ -40,14 +59,4 @@ def micro_batches(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, numb
             "a pipeline was called with a batch of 0 samples.", fix="feed every pipeline one sample at least"
         )
     number = min(number, rows)
-    sizes = [rows // number + (part < rows % number) for part in range(number)]
-    starts = [sum(sizes[:part]) for part in range(number)]
-
-    def cut(start: int, size: int) -> Call:
-        def one(x: Tensor) -> Tensor:
-            return x.narrow(dim, start, size) if x.dim() > dim and x.shape[dim] == rows else x
-
-        found: Call = map_tensors((args, kwargs), one)
-        return found
-
-    return MicroBatches([cut(start, size) for start, size in zip(starts, sizes, strict=True)], sizes)
+    return MicroBatches((args, kwargs), [rows // number + (part < rows % number) for part in range(number)], dim)

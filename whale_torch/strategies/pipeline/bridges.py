@@ -59,8 +59,10 @@ class Deliver(torch.autograd.Function):
                 fix="add losses up and call backward once; retain_graph=True has no effect on a pipeline",
             )
         ctx.before()
-        factor = grad.float() / ctx.scale
-        return (None,) * 5 + tuple(None if h is None else h.mul_(factor.to(h.dtype)) for h in held)
+        if grad.device.type != "cpu" or float(grad) != ctx.scale:  # what another device has, nobody waits for
+            factor = grad.float() / ctx.scale
+            held = [None if h is None else h.mul_(factor.to(h.dtype)) for h in held]
+        return (None,) * 5 + tuple(held)
 
 
 class DeliverLater(torch.autograd.Function):

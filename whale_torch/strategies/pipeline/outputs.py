@@ -9,7 +9,7 @@ from torch import Tensor
 from whale_torch.errors import LayoutError, LossError
 from whale_torch.trace.graph import Graph, Made, Node, nodes_in
 
-__all__ = ["Placeholder", "losses_of", "training_results"]
+__all__ = ["Placeholder", "losses_of", "numbers_of", "training_results"]
 
 
 class Placeholder:
@@ -62,6 +62,12 @@ def losses_of(graph: Graph) -> tuple[Node | None, list[Node]]:
             fix="return one of them, their sum, or a dict or dataclass with a `loss`",
         )
     return candidates[0], scalars
+
+
+def numbers_of(graph: Graph) -> list[Node]:
+    """The numbers that a model returns, of which each micro-batch gives a part."""
+    nodes = dict.fromkeys(nodes_in(graph.output))
+    return [node for node in nodes if isinstance(node.value, Tensor) and node.value.dim() == 0]
 
 
 def training_results(output: Any) -> Any:

@@ -172,7 +172,8 @@ class Places:
                         self._reducer(reduce, group, [held[name] for name in mine], stand_ins, len(places) or 1)
                     )
         if not self._plan.reduces:  # one pipeline: only what is tied
-            for places, tie in self.ties.items():
+            for places in self.ties:
+                tie = self._tie(places, f"gradients {places}")
                 mine = [n for n, p in held.items() if self.places_of(n) == places and p.requires_grad]
                 if mine:
                     found.append(self._tied_reducer(tie, [held[name] for name in mine], stand_ins, len(places)))

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from whale_torch.errors import LossError, PlanError
 from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.planning.plan import Plan
-from whale_torch.strategies.pipeline.outputs import losses_of, training_results
+from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, training_results
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Context, Graph, Node, nodes_in
+from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
-from whale_torch.trace.reductions import Count, Loss, rewrite
+from whale_torch.trace.reductions import Combine, Count, rewrite
+from whale_torch.trace.sizes import Sizes
 from whale_torch.trace.tracer import Leaf, record
 from whale_torch.trace.twin import Twin
 
@@ -32,32 +34,36 @@ class Program:
     """One kind of call, cut into stages.
 
     mode: "train" gives the loss and other scalars, "outputs" everything that the model returns. results: the nest that
-    the user gets, with Nodes. returned: its Nodes, in the order in which the last stage gives their values. losses: of
-    "train", how the returned add up. loss: which of the returned. counts: of the loss.
+    the user gets, with Nodes. returned: its Nodes, in the order in which the last stage gives their values. combine:
+    how those among them that are numbers add up, by place. loss: which of the returned. counts: of the numbers.
+    whole: some number is no sum over samples, so all of the batch has to be one micro-batch.
     """
 
     mode: Mode
     stages: tuple[StageProgram, ...]
     results: Any
     returned: tuple[Node, ...]
-    losses: tuple[Loss, ...] = ()
+    combine: Mapping[int, Combine] = field(default_factory=dict)
     loss: Node | None = None
     counts: tuple[StageProgram, ...] = ()
-
-    @property
-    def gives_scalars(self) -> bool:
-        """Whether some of what is returned is no row of a sample: a loss, a metric."""
-        return any(isinstance(node.value, Tensor) and node.value.dim() == 0 for node in self.returned)
+    whole: bool = False
 
 
 class Programs:
     """Records and cuts the calls of one model, each kind once.
 
-    Raises what recording, cutting and the rewriting of the loss raise: TraceError, LossError.
+    Raises what recording, cutting and the rewriting of the loss raise, TraceError and LossError; PlanError for a
+    schedule that is not run yet.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device):
         assert plan.pipeline is not None
+        if plan.pipeline.schedule == "zero_bubble":
+            raise PlanError(
+                "a backward in two parts (schedule='zero_bubble') can be planned and drawn, and is not run yet.",
+                where=plan.pipeline.site,
+                fix="schedule='1f1b', 'interleaved' or 'gpipe'",
+            )
         self._model, self._plan = model, plan.pipeline
         self._batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
         self._leaf = leaf_of(plan.pipeline)
@@ -78,40 +84,52 @@ class Programs:
         return self._known[key]
 
     def _make(self, graph: Graph, mode: Mode, args: Any, kwargs: Any, rows: int) -> Program:
-        num_stages = self._plan.num_stages
-        loss, scalars = losses_of(graph) if mode == "train" else (None, [])
-        if loss is None:
-            returned = tuple(dict.fromkeys(nodes_in(graph.output)))
-            return Program("outputs", cut(graph, returned, num_stages), graph.output, returned)
         resize = (self._batch_dim, rows, next(p for p in _PRIMES if p != rows))
         other = record(self._twin, args, kwargs, self._leaf, resize=resize)
+        loss, scalars = losses_of(graph) if mode == "train" else (None, [])
+        if loss is None:
+            mode, scalars = "outputs", numbers_of(graph)
         how: Any = self._plan.micro_batch_loss
-        rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
+        try:
+            rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
+        except LossError:
+            if mode == "train":
+                raise
+            outputs = tuple(dict.fromkeys(nodes_in(graph.output)))
+            return Program(mode, cut(graph, outputs, self._plan.num_stages), graph.output, outputs, whole=True)
+        losses = dict(zip(scalars, rewritten.losses, strict=True))
+        returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
+        given = [losses[node].node if node in losses else node for node in returned]
+        if how is None:
+            refuse_mixing(rewritten.graph.needed(given), Sizes.of(graph, other))
         return Program(
-            "train",
-            cut(rewritten.graph, tuple(found.node for found in rewritten.losses), num_stages),
-            training_results(graph.output),
-            tuple(scalars),
-            rewritten.losses,
+            mode,
+            cut(rewritten.graph, tuple(given), self._plan.num_stages),
+            training_results(graph.output) if mode == "train" else graph.output,
+            tuple(returned),
+            {returned.index(node): found.combine for node, found in losses.items()},
             loss,
             tuple(_count_program(count) for count in rewritten.counts),
         )
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        leaves, spec = tree_flatten((args, dict(kwargs)))
-        forms = tuple(_form(x) for x in leaves)
         state = (tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters))
-        return forms, str(spec), Context.now(), hash(state)
+        return _form(args), _form(dict(kwargs)), Context.now(), hash(state)
 
 
 def _form(x: Any) -> Any:
+    """What of a call's arguments a recording may depend on, hashable."""
     if isinstance(x, Tensor):
         return x.shape, x.dtype, x.stride()
+    if isinstance(x, (tuple, list)):
+        return type(x), tuple(map(_form, x))
+    if isinstance(x, dict):
+        return type(x), tuple((key, _form(value)) for key, value in x.items())
     return x if isinstance(x, (int, float, str, type(None))) else repr(x)
 
 
 def _count_program(count: Count) -> StageProgram:
-    steps = tuple(Step(node, ()) for node in count.nodes)
+    steps = tuple(Step.of(node, ()) for node in count.nodes)
     return StageProgram(0, steps, {}, {}, count.result, False, (), ())
 
 

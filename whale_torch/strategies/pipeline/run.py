@@ -48,9 +48,7 @@ class Run:
         self._num_stages = plan.num_stages
         kind = plan.schedule if self.program.mode == "train" else "gpipe"
         places, edges = runtime.pipeline.size, tuple(edges_of(batches[0].programs).items())
-        self._schedule, order = _ordered(kind, plan.num_stages, len(batches), places, edges, grad)
-        place = {stage: stage % places for stage in range(plan.num_stages)}
-        self._messages = Messages(runtime.pipeline, place, order, forms_of(batches), runtime.mesh.device)
+        self._schedule, self._order = _ordered(kind, plan.num_stages, len(batches), places, edges, grad)
         self._seeds_of_outputs: list[list[Tensor] | None] = []
         self._open = set(runtime.stages)
         self._scale = runtime.loss_scale()
@@ -58,7 +56,7 @@ class Run:
         self._last_backward = _last_backwards(self._schedule.table[runtime.pipeline.index])
         self._step = Step(
             batches,
-            self._messages,
+            self._posting("activation", "gradient") if self.program.mode == "train" else self._posting("activation"),
             grad=grad,
             find=runtime.find,
             seed=runtime.seed + 7919 * runtime.number + 104729 * runtime.replicas.index,
@@ -66,6 +64,13 @@ class Run:
             roots=self._roots(),
             ended=self._ended,
         )
+
+    def _posting(self, *kinds: str) -> Messages:
+        """The messages of these kinds, in order, from here on."""
+        runtime, places = self.runtime, self.runtime.pipeline.size
+        place = {stage: stage % places for stage in range(self._num_stages)}
+        order = [message for message in self._order if message.kind in kinds]
+        return Messages(runtime.wires, place, order, forms_of(self._batches), runtime.mesh.device)
 
     # ---- training with the loss inside
 
@@ -85,31 +90,33 @@ class Run:
         nodes = self.program.returned
         total = torch.zeros(len(nodes), dtype=torch.float64)
         for number, results in self._step.results.items():
-            values = torch.stack([x.to("cpu", torch.float64) for x in results])
-            rows = torch.tensor(
-                [self._shares[number] if loss.combine == "rows" else 1.0 for loss in self.program.losses]
-            )
-            total += values * rows
+            total += torch.stack([self._part(number, place, x) for place, x in enumerate(results)]).cpu()
         total = gather_equal(total, self.runtime.pipeline, name="the loss of a pipeline").sum(0)
         if self.runtime.replicas.size > 1:
             total = gather_equal(total, self.runtime.replicas, name="the loss of all pipelines").mean(0)
         device = self.runtime.mesh.device
         return {node: x.to(device, node.value.dtype) for node, x in zip(nodes, total.unbind(), strict=True)}
 
+    def _part(self, number: int, place: int, value: Tensor) -> Tensor:
+        """What a micro-batch gives of a number that the model returns, float64."""
+        rows = self.program.combine[place] == "rows"
+        return value.to(torch.float64) * (self._shares[number] if rows else 1.0)
+
     # ---- everything the model returns
 
     def evaluate(self) -> Any:
         """All that the model returns, on every rank of the pipeline."""
         self._act("F")
-        self._messages.finish()
+        self._step.messages.finish()
         return map_nodes(self.program.results, self._outputs().__getitem__)
 
     def later(self) -> Any:
         """All that the model returns; its backward runs in the user's."""
         with self.runtime.stand_ins.in_place():
             self._act("F")
+        self._step.messages.finish()
         outputs = self._outputs()
-        flows = [node for node in outputs if node.value.requires_grad]
+        flows = [self.program.returned[place] for place in self._roots()]
         given = DeliverLater.apply(  # type: ignore[no-untyped-call]
             self._backward, len(flows), *(outputs[node] for node in flows), *self.runtime.trained(), self.runtime.anchor
         )
@@ -120,6 +127,7 @@ class Run:
         self._before_backward()
         weight = sum(self._shares)
         self._seeds_of_outputs = [None if g is None else self._parts(g * weight) for g in grads]
+        self._step.messages = self._posting("gradient")
         return [*self._run("B"), None]
 
     def _outputs(self) -> dict[Node, Tensor]:
@@ -129,12 +137,16 @@ class Run:
             if runtime.pipeline.index == runtime.last:
                 parts = [self._step.results[number][place] for number in range(len(nodes))]
             else:
-                parts = [torch.empty(n.value.shape, dtype=n.value.dtype, device=runtime.mesh.device) for n in nodes]
-            whole = self._joined(parts)
+                parts = [torch.zeros(n.value.shape, dtype=n.value.dtype, device=runtime.mesh.device) for n in nodes]
+            whole = self._joined(parts, place)
             found[nodes[0]] = broadcast(whole, runtime.pipeline, runtime.last, name="outputs of a pipeline")
         return found
 
-    def _joined(self, parts: list[Tensor]) -> Tensor:
+    def _joined(self, parts: list[Tensor], place: int) -> Tensor:
+        """The whole batch's value: numbers add up, rows stand one after the other, and what has none is the same."""
+        if place in self.program.combine:
+            total = torch.stack([self._part(number, place, x) for number, x in enumerate(parts)]).sum(0)
+            return total.round().to(parts[0].dtype) if not parts[0].is_floating_point() else total.to(parts[0].dtype)
         dim = self.runtime.batch_dim
         if parts[0].dim() > dim and all(x.shape[dim] == rows for x, rows in zip(parts, self.rows, strict=True)):
             return torch.cat(parts, dim)
@@ -150,7 +162,7 @@ class Run:
         runtime = self.runtime
         with runtime.stand_ins.in_place(), self._averaging():
             self._act(kinds)
-            self._messages.finish()
+            self._step.messages.finish()
         runtime.peak = max(runtime.peak, self._step.peak)
         return [runtime.stand_ins.of(p).grad for p in runtime.trained()]
 
@@ -182,19 +194,20 @@ class Run:
             one.reducer.arrive(whole)
 
     def _roots(self) -> list[int]:
-        """Which of the returned backward starts at: the loss, or every output."""
+        """Which of the returned backward starts at: the loss, or every output that is no number."""
         program = self.program
         if program.loss is not None:
             return [program.returned.index(program.loss)]
-        return [place for place, node in enumerate(program.returned) if node.value.requires_grad]
+        tensors = [place for place in range(len(program.returned)) if place not in program.combine]
+        return [place for place in tensors if program.returned[place].value.requires_grad]
 
     def _seeds(self, action: Action) -> list[Tensor | None]:
         if action.stage != self._num_stages - 1:
             return []
         loss = self.program.loss
         if loss is not None:
-            combine = self.program.losses[self.program.returned.index(loss)].combine
-            seed = self._scale * (self._shares[action.micro_batch] if combine == "rows" else 1.0)
+            rows = self.program.combine[self.program.returned.index(loss)] == "rows"
+            seed = self._scale * (self._shares[action.micro_batch] if rows else 1.0)
             return [torch.full((), seed, dtype=loss.value.dtype, device=self.runtime.mesh.device)]
         return [None if parts is None else parts[action.micro_batch] for parts in self._seeds_of_outputs]
 

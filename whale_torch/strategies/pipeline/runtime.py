@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_torch.comm.call import Batch
+from whale_torch.comm.call import Batch, Trained
 from whale_torch.comm.collectives import gather_equal
 from whale_torch.comm.region import Region
-from whale_torch.errors import LayoutError
-from whale_torch.mesh import Mesh
+from whale_torch.errors import CommError, LayoutError
+from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.batch import BatchReader
+from whale_torch.strategies.members import Members
 from whale_torch.strategies.pipeline.batches import MicroBatches, micro_batches
 from whale_torch.strategies.pipeline.places import Places, StageReducer, averaging
 from whale_torch.strategies.pipeline.programs import Mode, Program, Programs
@@ -24,7 +25,7 @@ from whale_torch.strategies.pipeline.stand_ins import StandIns
 from whale_torch.strategies.pipeline.step import MicroBatch
 from whale_torch.strategies.runtime import Runtime
 from whale_torch.strategies.state_hooks import attach_state_hooks
-from whale_torch.trace.graph import Node, tensors_in
+from whale_torch.trace.graph import Node
 
 __all__ = ["PipelineRuntime"]
 
@@ -32,7 +33,8 @@ __all__ = ["PipelineRuntime"]
 class PipelineRuntime(Runtime):
     """Plan in force, groups, programs and reducers of one pipelined model.
 
-    programs: made before anything of the model was cut. pipeline: this rank's pipeline, in order of its places.
+    programs: made before anything of the model was cut. pipeline: this rank's pipeline, in order of its places; wires:
+    the same ranks, for messages between stages.
     replicas: the ranks that run the same stages on other batches. peak: the most forwards, of micro-batches at own
     stages, that ever waited for their backward.
     """
@@ -52,7 +54,8 @@ class PipelineRuntime(Runtime):
         self.plan, self.mesh, self.regions, self.sync = plan, mesh, regions, True
         self.keeps = False  # whether parameters hold gradients that were not averaged
         self.loss_scale: Callable[[], float] = lambda: 1.0
-        self.pipeline = mesh.group("a pipeline", device.pipelines, channel="stages")
+        self.pipeline = mesh.group("a pipeline", device.pipelines)
+        self.wires = mesh.group("a pipeline", device.pipelines, channel="stages")
         self.replicas = mesh.group("replicas of a pipeline", device.copies)
         self.batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
         self.programs = programs
@@ -61,8 +64,11 @@ class PipelineRuntime(Runtime):
         self.seed, self.number = seed, 0
         self._reader = reader
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._members = Members(model)
+        self._trained = self._trained_dtypes()
+        self._trained_code = Trained(self._trained)
         self._places: Places | None = None
-        self._settled: set[int] = set()  # programs that fit the places, which live as long as this
+        self._checked: set[int] = set()  # programs, which live as long as `programs`
         self.stand_ins: StandIns
         self.reducers: list[StageReducer] = []
         self.stages = set(range(self.pipeline.index, plan.pipeline.num_stages, self.pipeline.size))
@@ -82,9 +88,10 @@ class PipelineRuntime(Runtime):
         grad = torch.is_grad_enabled()
         cut, programs = self._cut(args, kwargs, batch.rows, "train" if grad and model.training else "outputs")
         self._settle(model, programs)
-        inputs = [list(tensors_in(call)) for call in cut.calls]
-        shares, totals = self._meet(batch, self._counts(programs, inputs), cut.rows)
-        batches = [MicroBatch(i, p.stages, totals) for i, p in zip(inputs, programs, strict=True)]
+        self._follow(model)
+        counts = self._counts(programs, cut.inputs)
+        shares, totals = self._meet(batch, counts, cut.rows, grad=grad, training=programs[0].mode == "train")
+        batches = [MicroBatch(i, p.stages, totals) for i, p in zip(cut.inputs, programs, strict=True)]
         run = Run(self, batches, programs, cut.rows, shares, grad=grad)
         if programs[0].mode == "train":
             return run.train()
@@ -102,11 +109,11 @@ class PipelineRuntime(Runtime):
     ) -> tuple[MicroBatches, list[Program]]:
         assert self.plan.pipeline is not None
         cut = micro_batches(args, kwargs, rows, self.plan.pipeline.num_micro_batches, self.batch_dim)
-        programs = [self.programs.of(*call, count, mode) for call, count in zip(cut.calls, cut.rows, strict=True)]
-        if len(cut) > 1 and programs[0].mode == "outputs" and programs[0].gives_scalars:
-            cut = micro_batches(args, kwargs, rows, 1, self.batch_dim)  # a loss as it is, whatever it is made of
-            programs = [self.programs.of(*cut.calls[0], rows, mode)]
-        return cut, programs
+        kinds = {rows: self.programs.of(*cut.call(rows), rows, mode) for rows in dict.fromkeys(cut.rows)}
+        if len(cut.rows) > 1 and any(program.whole for program in kinds.values()):
+            cut = micro_batches(args, kwargs, rows, 1, self.batch_dim)
+            kinds = {rows: self.programs.of(*cut.call(rows), rows, mode)}
+        return cut, [kinds[rows] for rows in cut.rows]
 
     def find(self, node: Node) -> Any:
         """The live module, parameter or buffer that a Node names."""
@@ -142,21 +149,33 @@ class PipelineRuntime(Runtime):
         return [p for p in self.stand_ins.parameters if p.requires_grad]
 
     def _settle(self, model: nn.Module, programs: list[Program]) -> None:
-        """At the first call: which rank holds what. Later calls must not use a parameter elsewhere."""
-        if self._places is not None:
-            for program in programs:
-                if id(program) not in self._settled:
-                    self._places.check(program.stages)
-                    self._settled.add(id(program))
-            return
-        places = Places(model, self.plan, self.mesh, self.pipeline, programs[0].stages)
-        self._places = places
-        places.note()
-        attach_state_hooks(model)
-        held = places.held()
+        """At the first call: which rank holds what. Raises TraceError for a later one that needs it elsewhere."""
+        if self._places is None:
+            self._places = Places(model, self.plan, self.mesh, self.pipeline, programs[0].stages)
+            self._places.note()
+            attach_state_hooks(model)
+            self._take_up()
+        for program in programs:
+            if id(program) not in self._checked:
+                self._places.check(program.stages)
+                self._checked.add(id(program))
+
+    def _follow(self, model: nn.Module) -> None:
+        """Before a call: what was replaced or added raises PlanError, what was frozen or converted is taken over."""
+        self._members.check(model)
+        trained = self._trained_dtypes()
+        if trained != self._trained:
+            self._trained, self._trained_code = trained, Trained(trained)
+            self._take_up()
+
+    def _take_up(self) -> None:
+        assert self._places is not None
+        held = self._places.held()
+        for one in self.reducers:
+            one.reducer.close()
         self.stand_ins = StandIns(list(self._modules.values()), list(held.values()))
-        self.reducers = places.reducers(self.stand_ins)
-        self.users = [(self.stand_ins.of(p), places.stages[name] & self.stages) for name, p in held.items()]
+        self.reducers = self._places.reducers(self.stand_ins)
+        self.users = [(self.stand_ins.of(p), self._places.stages[name] & self.stages) for name, p in held.items()]
 
     def _counts(self, programs: list[Program], inputs: list[list[Tensor]]) -> Tensor:
         """The counts of the loss over this rank's micro-batches, and their number, float64."""
@@ -166,36 +185,50 @@ class PipelineRuntime(Runtime):
             numbers.append(torch.tensor([*map(float, found), 1.0], dtype=torch.float64))
         return torch.stack(numbers).sum(0)
 
-    def _meet(self, batch: Batch, counts: Tensor, rows: list[int]) -> tuple[list[float], dict[Any, Any]]:
-        """Each micro-batch's share of all rows, and the counts of the loss by number, in one small exchange.
+    def _meet(
+        self, batch: Batch, counts: Tensor, rows: list[int], *, grad: bool, training: bool
+    ) -> tuple[list[float], dict[Any, Any]]:
+        """Each micro-batch's share of all rows, and the counts of the loss by number, in small exchanges.
 
-        Both as means over replicas, because so are the gradients and the losses. Raises LayoutError, on every rank,
-        where the ranks of one pipeline were fed different batches.
+        Both as means over replicas where gradients are, else of this pipeline alone; counts of numbers that no backward
+        starts at are always this pipeline's. Raises LayoutError, on every rank, where the ranks of one pipeline were
+        fed different batches, CommError where ranks train different parameters.
         """
+        code = self._trained_code.code if grad else 0
+        told = torch.tensor([batch.digest, batch.rows, len(counts), code])
+        group = self.mesh.everyone() if grad else self.pipeline
+        if group.size > 1:
+            self._check_fed(group, gather_equal(told, group, name="what a pipeline is fed").tolist())
         mine = torch.cat([counts, torch.tensor([float(batch.rows)], dtype=torch.float64)])
-        everyone = self.mesh.everyone()
-        if everyone.size > 1:
-            told = torch.tensor([batch.digest, batch.rows, len(counts)])
-            table = gather_equal(told, everyone, name="what a pipeline is fed").tolist()
-            self._check_fed(table)
-        if self.replicas.size > 1:
-            mine = gather_equal(mine, self.replicas, name="counts of a pipeline's loss").mean(0)
-        *found, number, all_rows = mine.tolist()
+        of_all = mine
+        if grad and self.replicas.size > 1:
+            of_all = gather_equal(mine, self.replicas, name="counts of a pipeline's loss").mean(0)
+        *found, number, _ = (of_all if training else mine).tolist()
+        all_rows = float(of_all[-1])
         return [count / all_rows for count in rows], {**dict(enumerate(found)), "share": 1.0 / number}
 
-    def _check_fed(self, table: list[list[int]]) -> None:
+    def _check_fed(self, group: Group, rows: list[list[int]]) -> None:
+        table = dict(zip(group.ranks, rows, strict=True))
         for ranks in self.plan.device("replica").pipelines:
-            if any(table[rank] != table[ranks[0]] for rank in ranks):
+            if ranks[0] in table and any(table[rank][:3] != table[ranks[0]][:3] for rank in ranks):
                 raise LayoutError(
                     f"ranks {list(ranks)} are one pipeline but were fed different batches (rows "
                     f"{[table[r][1] for r in ranks]}, input hashes {[table[r][0] & 0xFFFF for r in ranks]}).",
                     fix="feed all ranks of a pipeline the same batch: wh.sampler or wh.batch_sampler do",
                     ranks=ranks,
                 )
-        if any(row[2] != table[0][2] for row in table):
+        if any(row[2] != rows[0][2] for row in rows):
             raise LayoutError(
-                f"the pipelines count {sorted({row[2] - 1 for row in table})} terms of the loss.",
+                f"the pipelines count {sorted({row[2] - 1 for row in rows})} terms of the loss.",
                 fix="call the model in one way on all replicas",
+            )
+        odd = next((rank for rank in group.ranks if table[rank][3] != rows[0][3]), None)
+        if odd is not None:
+            raise CommError(
+                f"ranks train different parameters, or in other dtypes: rank {group.ranks[0]} trains "
+                f"{Trained.count(rows[0][3])}, rank {odd} trains {Trained.count(table[odd][3])}.",
+                fix="change requires_grad and the dtype of parameters on all ranks alike",
+                ranks=(group.ranks[0], odd),
             )
 
     @contextlib.contextmanager

@@ -108,7 +108,7 @@ class Step:
                 _pair(edges, arrived, roots, grads)
         _pair(alive.results, seeds, roots, grads)
         if roots:
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(self._anchor.device.type, enabled=False):  # as a user's backward would run
                 torch.autograd.backward(roots, grads)
         for source, (slot, tensors) in alive.slots.items():
             sent = [torch.zeros_like(x) if g is None else g for g, x in zip(slot, tensors, strict=True)]

@@ -1,0 +1,1 @@
+"""BERT-large on 64 ranks: data parallelism against pipelines with data parallelism."""
