@@ -23,6 +23,7 @@ def pipelined_bert(
         num_attention_heads=width // 32,
         intermediate_size=4 * width,
         max_position_embeddings=LENGTH,
+        initializer_range=width**-0.5,  # 0.02, meant for a width of thousands, starts a small model slowly
     )
     model = BertForMaskedLM(config)
     scopes = {pattern: wh.stage() for pattern in stages(num_layers, num_stages)}
