@@ -148,8 +148,8 @@ def check_nesting(
                 f"{_named(module_name)}{inner} is not inside wh.pipeline()"
                 + (f", but directly inside {outer}." if outer else "."),
                 where=inner.site,
-                fix="remove the wh.stage scope: this version runs wh.replica and wh.split; once pipelines run, a stage "
-                "stands inside `with wh.pipeline(num_micro_batches=...):`.",
+                fix="open `with wh.pipeline(num_micro_batches=...):` around all stages, or wh.annotate them with "
+                "inside=wh.pipeline().",
             )
         outside.append(inner)
 

@@ -65,7 +65,13 @@ def plan(
             "this model is parallelized already; a plan for another cluster needs the model as it was.",
             fix="plan before wh.parallelize",
         )
-    made = make_plan(model, cluster or Cluster.of(), default=_default(default), rows_per_rank=_rows(sample_inputs))
+    made = make_plan(
+        model,
+        cluster or Cluster.of(),
+        default=_default(default),
+        rows_per_rank=_rows(sample_inputs),
+        sample_inputs=sample_inputs,
+    )
     return made if sample_inputs is None else rehearse(made, model, sample_inputs)
 
 
@@ -139,7 +145,7 @@ def parallelize(
     make_root(model, runtime)
     keep_off_wrappers(model)
     close_annotations(model)
-    note_replicas(mesh, made.feed_size)
+    note_replicas(mesh, made.feeds)
     guard.install()
     watch_optimizers()
     if isinstance(runtime, PipelineRuntime) and sample_inputs is not None:
@@ -195,7 +201,13 @@ def _decide(
         if saved is not None:
             made = check_fit(saved, model, measured, _default(default))
         else:
-            made = make_plan(model, cluster or measured, default=_default(default), rows_per_rank=_rows(sample_inputs))
+            made = make_plan(
+                model,
+                cluster or measured,
+                default=_default(default),
+                rows_per_rank=_rows(sample_inputs),
+                sample_inputs=sample_inputs,
+            )
         return made if sample_inputs is None else rehearse(made, model, sample_inputs, rank=mesh.rank)
 
     made = _together(mesh, decide)

@@ -1,7 +1,8 @@
 """Which samples each rank reads: global batches cut over the plan's feeds.
 
-A feed is what one batch goes to: one rank, or the ranks of one replica where a split shares rows. `batch_size` is the
-rows of one feed, as in any DataLoader under torchrun; the global batch is that times the number of feeds.
+A feed is what one batch goes to: one rank, or the ranks of one replica where a split shares rows or a model is a
+pipeline. `batch_size` is the rows of one feed, as in any DataLoader under torchrun; the global batch is that times the
+number of feeds.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import zlib
+from collections import Counter
 from numbers import Real
 from typing import NamedTuple, TypeVar
 
@@ -33,57 +33,64 @@ class _Ranks(NamedTuple):
         return _Ranks(mesh.everyone(), mesh.device.type)
 
 
+Feeds = tuple[int, ...]
+"""Of each rank the number of the batch that it is fed: ranks of one number are one replica."""
+
+
 class _Replicas:
-    """What the models of this process's world say of its ranks: the groups, and how many ranks are fed alike."""
+    """What the models of this process's world say of its ranks: the groups, and which ranks are fed alike."""
 
     def __init__(self) -> None:
         self.world: object = None
         self.ranks: _Ranks | None = None
-        self.feed_sizes: set[int] = set()
+        self.feeds: set[Feeds] = set()
 
     def of_this_world(self) -> _Replicas:
         world = dist.group.WORLD if dist.is_initialized() else None
         if self.world is not world:
-            self.world, self.ranks, self.feed_sizes = world, None, set()
+            self.world, self.ranks, self.feeds = world, None, set()
         return self
 
 
 _replicas = _Replicas()
 
 
-def note_replicas(mesh: Mesh, feed_size: int) -> None:
+def note_replicas(mesh: Mesh, feeds: Feeds) -> None:
     """Called for every parallelized model, on all ranks: wh.reduce counts each replica of it once."""
     known = _replicas.of_this_world()
     known.ranks = _Ranks.of(mesh)
-    known.feed_sizes.add(feed_size)
+    known.feeds.add(feeds)
 
 
 def reduce(value: Value, how: str = "mean", *, weight: float = 1.0, model: nn.Module | None = None) -> Value:
     """A metric over all replicas, equal on every rank: a collective, called on every rank.
 
     how: "mean" of the replicas' values, weighed by `weight` (the number of samples behind this value; with 0 the value,
-    even NaN, has no part), or "sum". The ranks that are fed the same batch are one replica: the first one's value
-    counts. model: whose replicas are meant, where the models of this process differ in that. A tensor keeps its dtype,
-    but for the mean of whole numbers, of default dtype, and the sum of bools, int64.
+    even NaN, has no part), or "sum". The ranks that are fed the same batch (those of a split that shares rows, those of
+    a pipeline) are one replica: the first one's value counts. model: whose replicas are meant, where the models of this
+    process differ in that. A tensor keeps its dtype, but for the mean of whole numbers, of default dtype, and the sum
+    of bools, int64.
     Raises PlanError for any other `how`, for a value that is neither number nor tensor, and for a sum where models
     differ and none is named; CommError where a rank does not take part or comes with another shape or kind of numbers.
     """
     if how not in ("mean", "sum"):
         raise PlanError(f'wh.reduce knows "mean" and "sum", got {how!r}.', fix='wh.reduce(value, "mean")')
     known = _replicas.of_this_world()
-    ranks, feed_sizes = known.ranks, known.feed_sizes
+    ranks, feeds = known.ranks, known.feeds
     if model is not None:
         runtime = runtime_of(model, "wh.reduce")
-        ranks, feed_sizes = _Ranks.of(runtime.mesh), {runtime.plan.feed_size}
-    if how == "sum" and len(feed_sizes) > 1:
+        ranks, feeds = _Ranks.of(runtime.mesh), {runtime.plan.feeds}
+    if how == "sum" and len(feeds) > 1:
+        sizes = sorted(found.count(0) for found in feeds)
+        other = "" if len(set(sizes)) > 1 else ", made of different ranks"
         raise PlanError(
-            f"the models of this process have replicas of {sorted(feed_sizes)} ranks; wh.reduce cannot tell whose "
+            f"the models of this process have replicas of {sizes} ranks{other}; wh.reduce cannot tell whose "
             "value it sums.",
             fix='wh.reduce(value, "sum", model=model)',
         )
     x = value.detach() if isinstance(value, Tensor) else _number(value)
-    feed_size = math.gcd(*feed_sizes) or 1  # a mean is the same over equally many copies of each replica's value
-    total = _over_replicas(x, how, weight, ranks or _Ranks.of(start()), feed_size)
+    ranks = ranks or _Ranks.of(start())
+    total = _over_replicas(x, how, weight if _counts(ranks.everyone.rank, feeds) else 0.0, ranks)
     return total if isinstance(value, Tensor) else float(total)
 
 
@@ -102,8 +109,20 @@ def _number(value: object) -> Tensor:
     return torch.tensor(float(value), dtype=torch.float64)
 
 
-def _over_replicas(x: Tensor, how: str, weight: float, ranks: _Ranks, feed_size: int) -> Tensor:
-    weight = 0.0 if ranks.everyone.rank % feed_size else weight
+def _counts(rank: int, feeds: set[Feeds]) -> bool:
+    """Whether a rank's value is one of those summed: the first's of each replica.
+
+    Where models differ, the first's of the ranks that all of them feed alike; every rank's where those are not equally
+    many, since a mean is the same over equally many copies of each replica's value.
+    """
+    if not feeds:
+        return True
+    together = list(zip(*feeds, strict=True))
+    alike = len(set(Counter(together).values())) == 1
+    return not alike or together.index(together[rank]) == rank
+
+
+def _over_replicas(x: Tensor, how: str, weight: float, ranks: _Ranks) -> Tensor:
     whole = not (x.dtype.is_floating_point or x.is_complex())
     wide = torch.complex128 if x.is_complex() else torch.int64 if how == "sum" and whole else torch.float64
     _agree(ranks.everyone, how, wide, x.shape)

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.gradients import Gradients
 from whale_torch.mesh import Group, Mesh
-from whale_torch.planning.cost import gradient_traffic, shards_of
+from whale_torch.planning.cost import gradient_traffic, price, shards_of
+from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.planning.plan import Plan, Traffic
+from whale_torch.planning.recording import arguments, count_rows, record_step
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.outputs import map_tensors, tensors_in
 from whale_torch.strategies.root import make_root
@@ -39,6 +41,8 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
     is taken to meet a cross entropy where a split's output leaves it. The model is left alone. Where it cannot run
     without values (its control flow reads them), the plan keeps its estimate and says why.
     """
+    if plan.pipeline is not None:
+        return _recorded(plan, plan.pipeline, model, sample_inputs)
     if not plan.cuts:
         return plan
     mesh = _RehearsalMesh(rank, plan)
@@ -60,6 +64,15 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
     )
 
 
+def _recorded(plan: Plan, pipeline: PipelinePlan, model: nn.Module, sample_inputs: Any) -> Plan:
+    """A plan of a pipeline with the bytes of its messages, where those are not known yet: a saved one's."""
+    if pipeline.recorded:
+        return plan
+    dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
+    recorded, rows = record_step(model, pipeline, sample_inputs, dim), count_rows(sample_inputs, dim)
+    return price(replace(plan, pipeline=recorded, rows_per_rank=rows), model)
+
+
 def _step(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: _RehearsalMesh) -> Runtime:
     twin = _without_memory(model)
     regions = apply_split(twin, plan, mesh, cut_parameters(twin, plan, mesh))
@@ -73,13 +86,6 @@ def _step(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         if loss is not None:
             loss.backward()
     return runtime
-
-
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Sample inputs as the arguments of a call: a tensor, a tuple of positional or a dict of named ones."""
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def _loss(out: Any) -> Tensor | None:

@@ -152,6 +152,9 @@ def stage(target: T, /) -> T: ...
 def stage(target: object = None, /) -> object:
     """These modules are one stage of the pipeline around them; each entry of the scope is a stage of its own.
 
+    Stages run in the order in which their scopes were entered (in `wh.annotate`: of the dict). Modules of a pipeline
+    that no stage holds run where their inputs are. A split inside a stage shares its rows; a replica is not run there.
+
     Raises: AnnotationError for an illegal nesting.
     """
     return _scope("stage", target, {})
@@ -192,14 +195,27 @@ def pipeline(
 ) -> object:
     """The stages inside run one after the other on different ranks, micro-batch by micro-batch.
 
-    num_micro_batches: parts a batch is cut into.
-    num_stages: stages to cut the model into where none is annotated.
-    schedule: order of forwards and backwards; None lets the plan choose.
+    The ranks of one pipeline are one replica and are fed the same batch; of P ranks in a world of n there are n / P
+    pipelines. Where `sample_inputs` are given and the ranks sit on several nodes, the ranks of a pipeline are placed
+    inside a node or across nodes, whichever has the busiest node send fewer bytes to others in a step: outputs of
+    stages and their gradients, against gradients to be averaged. Without them the ranks of one stage are neighbours.
+    `print(wh.plan(...))` has the bytes of both.
+
+    num_micro_batches: parts a batch is cut into, 4 where it is left out; a batch of fewer samples makes fewer.
+    num_stages: stages to cut the model into where none is annotated. Modules are taken in the order in which a forward
+        calls them and weighed by its floating-point operations where `sample_inputs` are given, else in the order of
+        registration and by parameters; blocks stay whole, what takes more than an even share is opened. No stage has
+        more parameters and gradients than `wh.Cluster(memory_bytes=...)` leaves room for.
+    schedule: order of forwards and backwards; None is "1f1b", and "interleaved" where a rank has several stages.
     num_ranks: ranks of one pipeline; None is the largest divisor of the world not above the number of stages.
     micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is not a mean over samples.
-    batch_dim: for inputs of the model by name, the dim that counts samples, or None where an input has none.
+    batch_dim: for inputs of the model by name, the dim that counts samples, or None where an input has none; not
+        followed yet (a plan says so): `wh.replica(batch_dim=1)` around the pipeline says the dim of all inputs.
 
-    Raises: AnnotationError for a value outside these, and for an illegal nesting.
+    Raises: AnnotationError for a value outside these, and for an illegal nesting; when planned, PlanError where ranks
+    do not divide, and for what no pipeline runs (own rows or a replica inside a stage, a split beside the stages,
+    `sync_batch_norm=True`, `loss="sum"`); TraceError for a forward that cannot be recorded.
+    Reference: Whale (arXiv 2011.09208), `pipeline`; the schedules in planning/schedules.
     """
     given = {
         "num_micro_batches": num_micro_batches,

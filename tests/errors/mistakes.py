@@ -381,15 +381,15 @@ def two_batch_dims(rank: int, n: int) -> None:
 
 @mistake(
     P,
-    "A pipeline, or another scope that this version does not run",
+    "A scope that this version does not run",
     wh.PlanError,
-    r"wh\.pipeline\(num_micro_batches=4\) is annotated, but this version runs wh\.replica and wh\.split only",
+    r"wh\.auto_parallel\(\) is annotated, but this version runs wh\.replica, wh\.split and wh\.pipeline only",
     site=True,
 )
-def pipeline_in_this_version(rank: int, n: int) -> None:
-    """wh.pipeline, wh.stage, wh.auto_parallel, wh.recompute and wh.cpu_offload can be written and their nesting is
-    checked, but no plan runs them yet: take them off. The fix names what serves the same end today."""
-    with wh.pipeline(num_micro_batches=4), wh.stage():
+def scope_of_another_version(rank: int, n: int) -> None:
+    """wh.auto_parallel, wh.recompute and wh.cpu_offload can be written and their nesting is checked, but no plan runs
+    them yet: take them off. The fix names what serves the same end today."""
+    with wh.auto_parallel():
         first = nn.Linear(4, 4)
     wh.plan(nn.Sequential(first), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
 
@@ -402,10 +402,101 @@ def pipeline_in_this_version(rank: int, n: int) -> None:
     site=True,
 )
 def stage_alone(rank: int, n: int) -> None:
-    """A stage is a part of a pipeline, and pipelines are not run yet."""
+    """A stage is a part of a pipeline, which says into how many micro-batches a batch is cut."""
     with wh.stage():
         first = nn.Linear(4, 4)
     wh.plan(nn.Sequential(first))
+
+
+@mistake(P, "A pipeline without stages", wh.PlanError, r"wh\.pipeline\(\) holds no wh\.stage\(\)", ranks=2, site=True)
+def no_stages(rank: int, n: int) -> None:
+    """Stages are said by scopes, or their number is."""
+    wh.parallelize(wh.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+
+
+@mistake(
+    P,
+    "More stages than modules",
+    wh.PlanError,
+    r"wh\.pipeline\(num_stages=3\) asks for 3 stages, but the model has 2 modules to make them of",
+    ranks=2,
+    site=True,
+)
+def more_stages_than_modules(rank: int, n: int) -> None:
+    """Stages by count are made of whole modules; what takes long is opened into its members, a layer is not."""
+    wh.parallelize(wh.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), num_stages=3))
+
+
+@mistake(
+    P,
+    "Pipelines that do not fit the ranks",
+    wh.PlanError,
+    r"8 ranks cannot be cut into pipelines of 3 with 4 stages",
+    site=True,
+)
+def ranks_of_a_pipeline(rank: int, n: int) -> None:
+    """Every rank runs in one pipeline, and every rank of a pipeline has a stage."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    wh.plan(wh.pipeline(model, num_stages=4, num_ranks=3), cluster=wh.Cluster.of(nodes=1, ranks_per_node=8))
+
+
+@mistake(
+    P,
+    "Own rows inside a stage",
+    wh.PlanError,
+    r"wh\.split\(rows='own'\) of '1' is inside a stage, whose ranks all get the same micro-batch",
+    ranks=2,
+    site=True,
+)
+def own_rows_inside_a_stage(rank: int, n: int) -> None:
+    """The ranks of a stage that share a split are one replica: a micro-batch reaches all of them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stages = {"0": wh.stage(), "1": (wh.stage(), wh.split(rows="own"))}
+    wh.parallelize(wh.annotate(model, stages, inside=wh.pipeline()))
+
+
+@mistake(
+    P,
+    "A replica inside a stage",
+    wh.PlanError,
+    r"wh\.replica\(\) of '1' is inside a stage, where this version runs no replica",
+    ranks=2,
+    site=True,
+)
+def replica_inside_a_stage(rank: int, n: int) -> None:
+    """Several pipelines are replicas of each other: wh.replica() stands outside the pipeline."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    stages = {"0": wh.stage(), "1": (wh.stage(), wh.replica())}
+    wh.parallelize(wh.annotate(model, stages, inside=wh.pipeline()))
+
+
+@mistake(
+    P,
+    "A split beside a pipeline",
+    wh.PlanError,
+    r"wh\.split\(\) of '2' is outside the pipeline of its model",
+    ranks=2,
+    site=True,
+)
+def split_beside_a_pipeline(rank: int, n: int) -> None:
+    """What lies outside the stages runs where its input is; a split needs the ranks of a stage."""
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    model = wh.annotate(nn.Sequential(*layers), {"0": wh.stage(), "1": wh.stage()}, inside=wh.pipeline())
+    wh.parallelize(wh.annotate(model, {"2": wh.split()}))
+
+
+@mistake(
+    P,
+    "BatchNorm over all replicas of a pipeline",
+    wh.PlanError,
+    r"wh\.replica\(sync_batch_norm=True\) holds for wh\.pipeline\(num_stages=2\) too",
+    ranks=2,
+    site=True,
+)
+def sync_batch_norm_of_a_pipeline(rank: int, n: int) -> None:
+    """A micro-batch has left a stage before the next one comes, so its statistics are its own."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    wh.parallelize(wh.replica(wh.pipeline(layers, num_stages=2), sync_batch_norm=True))
 
 
 @mistake(

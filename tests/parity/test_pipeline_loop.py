@@ -319,34 +319,6 @@ def test_what_is_frozen_later(n: int) -> None:
     assert max(world(n, _frozen_later)) < BAR
 
 
-class _Choice(nn.Module):
-    """Which stage uses the last layer depends on how it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, early: bool) -> Tensor:
-        h = self.a(x)
-        out: Tensor = self.b(self.c(h)) if early else self.c(self.b(h))
-        return out.square().mean()
-
-
-def _chosen(rank: int, n: int) -> None:
-    model: Any = _Choice()
-    wh.annotate(model, {"a": wh.stage(), "b": wh.stage()}, inside=wh.pipeline(num_micro_batches=2))  # type: ignore[call-overload]
-    wh.parallelize(model)
-    model(torch.ones(4, WIDTH), early=False).backward()
-    model(torch.ones(4, WIDTH), early=True)
-
-
-def test_a_call_that_needs_a_parameter_elsewhere_says_so() -> None:
-    with pytest.raises(
-        wh.TraceError, match=r"this call uses 'c\.(weight|bias)' on stage 0, but the first call used it on"
-    ):
-        world(2, _chosen)
-
-
 def _replaced(rank: int, n: int) -> None:
     both = _Both(rank)
     mine, _ = both.batch()

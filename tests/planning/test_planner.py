@@ -74,6 +74,18 @@ def test_a_rehearsal_on_512_ranks_takes_no_memory_and_less_than_two_seconds() ->
     assert plan.assumption == "counted on a step of 32 rows a rank"
 
 
+def test_a_pipeline_on_512_ranks_is_planned_in_milliseconds() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(64)])
+    wh.pipeline(model, num_stages=16, num_micro_batches=64)
+    cluster = wh.Cluster.of(64, 8)
+    assert seconds_of(lambda: wh.plan(model, cluster=cluster)) < 0.15
+    plan = wh.plan(model, cluster=cluster, sample_inputs=torch.zeros(64, 64))
+    assert seconds_of(lambda: str(plan)) < 0.1
+    lines = str(plan).splitlines()
+    assert len(lines) < 60 and max(map(len, lines)) < 150
+
+
 def test_a_large_plan_prints_on_one_page() -> None:
     lines = str(wh.plan(transformer(), cluster=wh.Cluster.of(64, 8))).splitlines()
     assert len(lines) < 40 and max(map(len, lines)) < 140
@@ -269,7 +281,7 @@ def test_json_round_trips(make: object, tmp_path: Path) -> None:
         ("{", "JSONDecodeError"),
         ("[]", "not a saved plan"),
         ("{}", "KeyError: 'format'"),
-        ('{"format": 99}', "format 99, this version reads 1"),
+        ('{"format": 99}', "format 99, this version reads 2"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, said: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from whale_torch.annotation import Annotation
@@ -9,6 +11,7 @@ from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 from whale_torch.planning.cost import price, shards_of
 from whale_torch.planning.layout import Shard
+from whale_torch.planning.limits import check_pipeline
 from whale_torch.planning.plan import Plan, Reduce
 from whale_torch.planning.rules import Cut
 from whale_torch.planning.taskgraph import TaskGraph, group_modules
@@ -22,8 +25,9 @@ _WIRES = ("float32", "bfloat16", "float16")
 def check_fit(plan: Plan, model: nn.Module, cluster: Cluster, default: tuple[Annotation, ...] = ()) -> Plan:
     """The plan, with byte counts of what it now says, if it can be applied to this model on these ranks.
 
-    Widths, buckets, wire dtypes and all-reduce algorithms may have been edited. Raises PlanError, naming both values,
-    for a plan of another cluster, model or annotations, and for an edit that cannot be carried out.
+    Widths, buckets, wire dtypes, all-reduce algorithms, and of a pipeline its stages' modules, schedule and number of
+    micro-batches may have been edited. Raises PlanError, naming both values, for a plan of another cluster, model or
+    annotations, and for an edit that cannot be carried out.
     """
     if plan.cluster.ranks_of_nodes != cluster.ranks_of_nodes:
         raise PlanError(
@@ -33,6 +37,9 @@ def check_fit(plan: Plan, model: nn.Module, cluster: Cluster, default: tuple[Ann
         )
     _check_parameters(plan, model)
     _check_scopes(plan, model, default)
+    if plan.pipeline is not None:
+        check_pipeline(plan.pipeline, model, plan.world)
+        plan = replace(plan, pipeline=plan.pipeline.without_stale())
     _check_devices(plan)
     _check_cuts(plan, model)
     for reduce in plan.reduces:
@@ -89,13 +96,20 @@ def _scopes(graph: TaskGraph) -> str:
 
 def _check_devices(plan: Plan) -> None:
     by_name = {device.name: device for device in plan.devices}
+    places = (1, False) if plan.pipeline is None else (plan.pipeline.num_ranks, plan.pipeline.inner)
     for device in plan.devices:
+        if (device.num_places, device.inner) != places:
+            raise PlanError(
+                f"VirtualDevice '{device.name}' has {device.num_places} places (inner: {device.inner}), but the plan's "
+                f"pipelines have {places[0]} ranks (inner: {places[1]}).",
+                fix="edit both alike",
+            )
         small, large = sorted((device.size, plan.feed_size))
         if (
             device.size < 1
             or device.world != plan.world
             or device.feed_size != plan.feed_size
-            or plan.world % device.size
+            or device.ranks_of_a_place % device.size
             or large % max(small, 1)
         ):
             raise PlanError(

@@ -47,7 +47,7 @@ def plan_reduces(
         graph = graphs[owner[name]]
         device = devices[graph.device] if name in shards else devices["replica"]
         could_train = parameter.is_floating_point() or parameter.is_complex()
-        if device.world == device.size or not could_train:
+        if device.num_copies == 1 or not could_train:
             continue
         wire = graph.option("replica", "reduce_dtype")
         key = (

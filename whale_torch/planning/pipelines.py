@@ -2,28 +2,69 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from torch import nn
 
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
-from whale_torch.planning.schedules import NAMES
 from whale_torch.planning.taskgraph import TaskGraph
+from whale_torch.trace.tracer import Leaf
 
-__all__ = ["PipelinePlan", "plan_pipeline"]
+__all__ = [
+    "Links",
+    "Moved",
+    "PipelinePlan",
+    "annotated_stages",
+    "leaf_of",
+    "plan_pipeline",
+    "scope_of",
+    "topmost",
+]
 
 DEFAULT_MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """What one stage hands another in a training step of one pipeline, and the gradients that come back, in bytes."""
+
+    source: int
+    goal: int
+    activation_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What a training step moves where the ranks of one pipeline are neighbours (inner), or those of one stage are.
+
+    between_bytes: leave the node that sends most. inside_bytes: the rank that sends most sends to its own node.
+    """
+
+    inner: bool
+    between_bytes: float
+    inside_bytes: float
+
+
+@dataclass(frozen=True)
 class PipelinePlan:
     """A pipeline.
 
     stages: names of the topmost modules of each. num_ranks: ranks of one pipeline; stage s is on its
     (s % num_ranks)-th. inner: whether the ranks of one pipeline are neighbours, or the ranks of one stage.
     micro_batch_loss: "mean" takes the mean of micro-batches' losses where they are no sums over samples. site: the
-    user's line.
+    user's line. chosen: how the planner found the stages, "" where scopes say them.
+
+    Predicted, no part of the decision: stage_parameters, stage_bytes: of each stage. moved, output_bytes: of a
+    training step on sample inputs; the second is what every rank gets of a model without a loss. elsewhere: stages of
+    parameters that a recording saw on others than their names say. links: of this placement and of the other one.
+    recorded: the `digest` of the stages that all but the first two are of, "" where nothing was recorded.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -33,31 +74,87 @@ class PipelinePlan:
     inner: bool
     micro_batch_loss: str | None
     site: str
+    chosen: str = ""
+    stage_parameters: tuple[int, ...] = ()
+    stage_bytes: tuple[int, ...] = ()
+    moved: tuple[Moved, ...] = ()
+    output_bytes: int = 0
+    elsewhere: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    links: tuple[Links, ...] = ()
+    recorded: str = ""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the stages."""
+        return hashlib.sha256(repr(self.stages).encode()).hexdigest()[:16]
+
+    def without_stale(self) -> PipelinePlan:
+        """The same without what was recorded of other stages."""
+        if self.recorded == self.digest:
+            return self
+        return replace(self, moved=(), output_bytes=0, elsewhere=(), links=(), recorded="")
 
     @property
     def num_stages(self) -> int:
         return len(self.stages)
 
+    def place_of(self, stage: int) -> int:
+        """The rank of a pipeline, counted from its first, that runs a stage."""
+        return stage % self.num_ranks
+
+    @cached_property
+    def _stage_of_root(self) -> dict[str, int]:
+        return {name: stage for stage, names in enumerate(self.stages) for name in names}
+
     def stage_of(self, module: str) -> int | None:
         """The stage that a module belongs to, by its name or by that of what contains it."""
         name = module
-        while True:
-            for number, names in enumerate(self.stages):
-                if name in names:
-                    return number
+        while name not in self._stage_of_root:
             if not name:
                 return None
             name = name.rpartition(".")[0]
+        return self._stage_of_root[name]
+
+    def users(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
+        """The stages that use each parameter, ascending, by its first name.
+
+        What no stage holds counts as part of the stage before it, or as a recording saw it.
+        """
+        first = {id(p): name for name, p in model.named_parameters()}
+        found: dict[str, set[int]] = {name: set() for name in first.values()}
+        before = 0
+        for module_name, module in model.named_modules(remove_duplicate=False):
+            stage = self.stage_of(module_name)
+            before = before if stage is None else stage
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    found[first[id(parameter)]].add(before)
+        return {name: tuple(sorted(stages)) for name, stages in found.items()} | dict(self.elsewhere)
 
 
-def plan_pipeline(graphs: Sequence[TaskGraph], cluster: Cluster) -> PipelinePlan | None:
-    """The pipeline that annotations ask for, None where they ask for none.
+def leaf_of(plan: PipelinePlan) -> Leaf:
+    """Which modules a recording keeps whole: those of a stage, and others with parameters that hold no stage."""
+    roots = [name for names in plan.stages for name in names]
+    around = {name[:end] for name in roots for end in _dots(name)} | {""}
 
-    Raises PlanError where scopes ask for two, where no module is a stage, and where the ranks do not divide.
-    """
+    def leaf(name: str, module: nn.Module) -> int | Literal["loose"] | None:
+        stage = plan.stage_of(name)
+        if stage is not None:
+            return stage
+        if name in around or next(module.parameters(), None) is None:
+            return None
+        return "loose"
+
+    return leaf
+
+
+def _dots(name: str) -> Sequence[int]:
+    return [place for place, letter in enumerate(name) if letter == "."]
+
+
+def scope_of(graphs: Sequence[TaskGraph]) -> Annotation | None:
+    """The scope of the model's pipeline, None where it has none. Raises PlanError where scopes ask for two."""
     scopes = {a.entry: a for graph in graphs for a in graph.annotations if a.kind == "pipeline"}
-    if not scopes:
-        return None
     if len(scopes) > 1:
         first, second = list(scopes.values())[:2]
         raise PlanError(
@@ -65,49 +162,67 @@ def plan_pipeline(graphs: Sequence[TaskGraph], cluster: Cluster) -> PipelinePlan
             where=f"{first.site} and {second.site}",
             fix="open one wh.pipeline() around all stages",
         )
-    scope = next(iter(scopes.values()))
-    stages = _stages(graphs, scope)
+    return next(iter(scopes.values()), None)
+
+
+def plan_pipeline(
+    scope: Annotation, stages: Sequence[Sequence[str]], cluster: Cluster, *, chosen: str = ""
+) -> PipelinePlan:
+    """The pipeline that a scope asks for, of these stages. Raises PlanError where the ranks do not divide.
+
+    The ranks of one stage are neighbours: where a plan is told what goes from stage to stage, it may choose otherwise.
+    """
     num_ranks = _num_ranks(scope, len(stages), cluster.num_ranks)
     schedule = scope.get("schedule")
     if schedule is None:
         schedule = "1f1b" if len(stages) <= num_ranks else "interleaved"
-    assert schedule in NAMES
     return PipelinePlan(
-        stages=stages,
+        stages=tuple(tuple(names) for names in stages),
         num_ranks=num_ranks,
         num_micro_batches=int(str(scope.get("num_micro_batches", DEFAULT_MICRO_BATCHES))),
         schedule=str(schedule),
         inner=False,
         micro_batch_loss=None if scope.get("micro_batch_loss") is None else str(scope.get("micro_batch_loss")),
         site=scope.site,
+        chosen=chosen,
     )
 
 
-def _stages(graphs: Sequence[TaskGraph], scope: Annotation) -> tuple[tuple[str, ...], ...]:
-    """Modules of each stage, in the order in which their scopes were entered."""
+def annotated_stages(graphs: Sequence[TaskGraph], scope: Annotation) -> tuple[tuple[str, ...], ...]:
+    """Modules of each stage, in the order in which the stages' scopes were entered; none where there are no scopes.
+
+    Raises PlanError where the pipeline asks for another number of them.
+    """
     found: dict[int, list[str]] = {}
     for graph in graphs:
         entry = next((a.entry for a in graph.annotations if a.kind == "stage"), None)
         if entry is not None:
             found.setdefault(entry, []).extend(graph.modules)
-    if not found:
+    asked = scope.get("num_stages")
+    if not found and asked is None:
         raise PlanError(
             f"{scope.call} holds no wh.stage().",
             where=scope.site,
-            fix="put modules into `with wh.stage():` scopes inside it, one a stage",
+            fix="put modules into `with wh.stage():` scopes inside it, one a stage, or say how many: "
+            "wh.pipeline(num_stages=4)",
         )
-    asked = scope.get("num_stages")
-    if asked is not None and asked != len(found):
+    if found and asked is not None and asked != len(found):
         raise PlanError(
             f"{scope.call} asks for {asked} stages, and {len(found)} wh.stage() scopes are inside.",
             where=scope.site,
             fix="leave num_stages out, or the stages",
         )
-    return tuple(tuple(_topmost(found[entry])) for entry in sorted(found))
+    return tuple(tuple(topmost(found[entry])) for entry in sorted(found))
 
 
-def _topmost(names: list[str]) -> list[str]:
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+def topmost(names: Sequence[str]) -> list[str]:
+    """Those that no other one contains."""
+    around = {f"{name}." if name else "" for name in names}
+    return [
+        name
+        for name in names
+        if not any(name[: end + 1] in around for end in _dots(name)) and not (name and "" in around)
+    ]
 
 
 def _num_ranks(scope: Annotation, num_stages: int, world: int) -> int:

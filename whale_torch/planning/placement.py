@@ -59,41 +59,45 @@ class VirtualDevice:
     @property
     def columns(self) -> Blocks:
         """The ranks that hold the parts of one copy."""
-        return self._in_each_place(_neighbours(self._width, self.size))
+        return self._in_each_place(_neighbours(self.ranks_of_a_place, self.size))
 
     @property
     def twins(self) -> Blocks:
         """Inside a block: the ranks fed the same rows."""
-        return self._in_each_place(_neighbours(self._width, self.num_twins))
+        return self._in_each_place(_neighbours(self.ranks_of_a_place, self.num_twins))
 
     @property
     def rows(self) -> Blocks:
         """Inside a block: one rank of each feed, at the same place."""
-        return self._in_each_place(_places(self._width, self.size, self.num_twins))
+        return self._in_each_place(_places(self.ranks_of_a_place, self.size, self.num_twins))
 
     @property
     def copies(self) -> Blocks:
         """The ranks that hold the same part."""
-        return self._in_each_place(_strided(self._width, self.size))
+        return self._in_each_place(_strided(self.ranks_of_a_place, self.size))
 
     @property
     def pipelines(self) -> Blocks:
         """The ranks of each pipeline, in order of their places."""
         return tuple(
-            tuple(self._rank(place, index) for place in range(self.num_places)) for index in range(self._width)
+            tuple(self._rank(place, index) for place in range(self.num_places))
+            for index in range(self.ranks_of_a_place)
         )
 
     def index_of(self, rank: int) -> int:
         """Number of a rank among those of its place."""
-        return rank // self.num_places if self.inner else rank % self._width
+        return rank // self.num_places if self.inner else rank % self.ranks_of_a_place
+
+    def place_of(self, rank: int) -> int:
+        """The place of its pipeline that a rank is."""
+        return rank % self.num_places if self.inner else rank // self.ranks_of_a_place
 
     @property
-    def _width(self) -> int:
-        """Ranks of one place."""
+    def ranks_of_a_place(self) -> int:
         return self.world // self.num_places
 
     def _rank(self, place: int, index: int) -> int:
-        return index * self.num_places + place if self.inner else place * self._width + index
+        return index * self.num_places + place if self.inner else place * self.ranks_of_a_place + index
 
     def _in_each_place(self, blocks: Blocks) -> Blocks:
         if self.num_places == 1:

@@ -14,7 +14,7 @@ import torch
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
-from whale_torch.planning.pipelines import PipelinePlan
+from whale_torch.planning.pipelines import Links, Moved, PipelinePlan
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.render import render
 from whale_torch.planning.rules import Cut
@@ -22,7 +22,10 @@ from whale_torch.planning.taskgraph import TaskGraph
 
 __all__ = ["GatherRecord", "Plan", "Reduce", "Traffic"]
 
-_FORMAT = 1
+_FORMAT = 2
+# Byte counts, which differ between ranks that bring other batches.
+_PREDICTED = ("traffic", "rows_per_rank", "assumption", "parameter_bytes", "gradient_bytes")
+_PREDICTED_OF_PIPELINES = ("stage_parameters", "stage_bytes", "moved", "output_bytes", "elsewhere", "links", "recorded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,10 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank sends in a training step for one purpose, on one VirtualDevice."""
+    """Bytes that one rank sends in a training step for one purpose, on one VirtualDevice or kind of link.
+
+    In a pipeline the rank is the one that sends most in all.
+    """
 
     what: str
     where: str
@@ -110,6 +116,15 @@ class Plan:
         return self.device("replica").index_of(rank) // self.feed_size
 
     @property
+    def feeds(self) -> tuple[int, ...]:
+        """The feed of each rank: ranks of one feed are one replica."""
+        return tuple(map(self.feed_of, range(self.world)))
+
+    def is_first_of_feed(self, rank: int) -> bool:
+        """Whether a rank speaks for its replica: the first of those that are fed the same batch."""
+        return rank == self.feeds.index(self.feed_of(rank))
+
+    @property
     def sent_bytes(self) -> float:
         """Bytes that one rank sends in a training step."""
         return sum(traffic.sent_bytes for traffic in self.traffic)
@@ -133,8 +148,12 @@ class Plan:
     def digest(self) -> str:
         """A hash of the decision: equal on every rank that decided the same, whatever it predicts for its own batch."""
         data = json.loads(self.to_json())
-        for predicted in ("traffic", "rows_per_rank", "assumption"):
+        for predicted in _PREDICTED:
             del data[predicted]
+        for reduce in data["reduces"]:
+            del reduce["gradient_bytes"], reduce["wire_bytes"]
+        for predicted in (*_PREDICTED_OF_PIPELINES, "site") if data["pipeline"] else ():
+            del data["pipeline"][predicted]
         for graph in data["taskgraphs"]:
             for annotation in graph["annotations"]:
                 del annotation["site"]  # a path, seen from each rank's own working directory
@@ -238,7 +257,17 @@ def _graph_from_dict(data: dict[str, Any]) -> TaskGraph:
 
 
 def _pipeline_from_json(data: dict[str, Any] | None) -> PipelinePlan | None:
-    return None if data is None else PipelinePlan(**{**data, "stages": tuple(tuple(names) for names in data["stages"])})
+    if data is None:
+        return None
+    read: dict[str, Any] = {
+        "stages": tuple(tuple(names) for names in data["stages"]),
+        "stage_parameters": tuple(data["stage_parameters"]),
+        "stage_bytes": tuple(data["stage_bytes"]),
+        "moved": tuple(Moved(**moved) for moved in data["moved"]),
+        "elsewhere": tuple((name, tuple(stages)) for name, stages in data["elsewhere"]),
+        "links": tuple(Links(**links) for links in data["links"]),
+    }
+    return PipelinePlan(**{**data, **read})
 
 
 def _batch_dim_from_json(value: Any) -> int | tuple[tuple[str, int | None], ...]:

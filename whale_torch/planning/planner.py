@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
-from whale_torch.planning.cost import DEFAULT_ROWS, price
+from whale_torch.planning.balance import balanced_stages
+from whale_torch.planning.cost import DEFAULT_ROWS, price, shards_of, split_bytes
 from whale_torch.planning.gradients import plan_reduces
 from whale_torch.planning.layout import Shard
+from whale_torch.planning.limits import check_pipeline_scopes, check_ties
+from whale_torch.planning.links import links_of
 from whale_torch.planning.options import check_options, one_option
-from whale_torch.planning.pipelines import PipelinePlan, plan_pipeline
+from whale_torch.planning.pipelines import PipelinePlan, annotated_stages, plan_pipeline, scope_of
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
+from whale_torch.planning.recording import record_step
 from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles, own_plans
 from whale_torch.planning.taskgraph import Grouping, TaskGraph, group_modules
 
@@ -24,15 +30,53 @@ __all__ = ["make_plan"]
 
 
 def make_plan(
-    model: nn.Module, cluster: Cluster, *, default: tuple[Annotation, ...] = (), rows_per_rank: int | None = None
+    model: nn.Module,
+    cluster: Cluster,
+    *,
+    default: tuple[Annotation, ...] = (),
+    rows_per_rank: int | None = None,
+    sample_inputs: Any = None,
 ) -> Plan:
-    """Plans an annotated model on a cluster without running anything.
+    """Plans an annotated model on a cluster without changing it.
 
-    rows_per_rank: samples a feed brings in a step, for byte counts only.
-    Raises AnnotationError and PlanError, with the same text on every rank.
+    rows_per_rank: samples a feed brings in a step, for byte counts only. sample_inputs: what one replica is fed, from
+    which a pipeline is balanced and placed.
+    Raises AnnotationError and PlanError, and TraceError for a pipeline whose forward cannot be recorded, with the same
+    text on every rank.
     """
     grouping = group_modules(model, default)
-    pipeline = plan_pipeline(grouping.graphs, cluster)
+    pipeline = _plan_pipeline(model, grouping.graphs, cluster, sample_inputs)
+    build = partial(_build, model, cluster, grouping, rows_per_rank)
+    if pipeline is None or not pipeline.moved or cluster.num_nodes == 1 or pipeline.num_ranks in (1, cluster.num_ranks):
+        return build(pipeline)
+    outer, inner = build(pipeline), build(replace(pipeline, inner=True))
+    shards = shards_of(outer, model)
+    links = [links_of(plan, model, shards, split_bytes(plan)) for plan in (outer, inner)]
+    plan = inner if links[1].between_bytes < links[0].between_bytes else outer
+    assert plan.pipeline is not None
+    return replace(plan, pipeline=replace(plan.pipeline, links=tuple(links)))
+
+
+def _plan_pipeline(
+    model: nn.Module, graphs: Sequence[TaskGraph], cluster: Cluster, sample_inputs: Any
+) -> PipelinePlan | None:
+    scope = scope_of(graphs)
+    if scope is None:
+        return None
+    check_pipeline_scopes(graphs, scope)
+    stages: Sequence[Sequence[str]] = annotated_stages(graphs, scope)
+    chosen = ""
+    if not stages:
+        asked = plan_pipeline(scope, [()] * int(str(scope.get("num_stages"))), cluster)
+        stages, chosen = balanced_stages(model, graphs, scope, cluster, asked.num_ranks, sample_inputs)
+    pipeline = plan_pipeline(scope, stages, cluster, chosen=chosen)
+    dim = one_option(graphs, "batch_dim", 0)
+    return pipeline if sample_inputs is None else record_step(model, pipeline, sample_inputs, dim)
+
+
+def _build(
+    model: nn.Module, cluster: Cluster, grouping: Grouping, rows_per_rank: int | None, pipeline: PipelinePlan | None
+) -> Plan:
     ranks = cluster.num_ranks // (1 if pipeline is None else pipeline.num_ranks)
     sizes = {graph.index: _split_size(graph, cluster, ranks) for graph in grouping.graphs if graph.kind == "split"}
     feed_size = _feed_size(grouping, sizes)
@@ -41,6 +85,8 @@ def make_plan(
     cuts = _cut(model, grouping, graphs, by_name)
     check_options(graphs, cuts, grouping.graph_of)
     shards, owner = _shards(model, cuts, grouping, graphs)
+    if pipeline is not None:
+        check_ties(pipeline, model, shards)
     parameters = dict(model.named_parameters())
     plan = Plan(
         cluster=cluster,

@@ -7,7 +7,11 @@ import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from whale_torch.planning.schedules import bubble_formula, make, simulate
+
 if TYPE_CHECKING:
+    from whale_torch.planning.pipelines import Links, PipelinePlan
+    from whale_torch.planning.placement import VirtualDevice
     from whale_torch.planning.plan import Plan
     from whale_torch.planning.taskgraph import TaskGraph
 
@@ -30,18 +34,21 @@ def amount(num_bytes: float) -> str:
 
 def render(plan: Plan) -> str:
     """The plan's text: what to feed, what runs where, how modules are cut, gradients averaged, and bytes of a step."""
-    parts = [_opening(plan), _taskgraphs(plan), _cuts(plan), _gradients(plan), _traffic(plan), _gathers(plan)]
+    parts = [
+        _opening(plan),
+        _taskgraphs(plan),
+        _pipeline(plan),
+        _cuts(plan),
+        _gradients(plan),
+        _traffic(plan),
+        _gathers(plan),
+    ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
 def _opening(plan: Plan) -> list[str]:
     out = [f"Plan for {plan.cluster}", _parallelism(plan)]
-    f = plan.feed_size
-    if f > 1:
-        blocks = [f"{first}-{first + f - 1}" for first in range(0, min(plan.world, 2 * f), f)]
-        named = ", ".join([*blocks, "..."] if plan.num_feeds > 2 else blocks)
-        each = "are one replica: feed all of them" if plan.num_feeds == 1 else "are one replica each: feed its ranks"
-        out.append(f"Ranks {named} {each} the same batch.")
+    out += _fed_alike(plan)
     if plan.batch_dim or plan.world > 1:
         named = (
             f"dimension {plan.batch_dim} of the first tensor that the model is called with"
@@ -58,11 +65,41 @@ def _opening(plan: Plan) -> list[str]:
     return out
 
 
+def _fed_alike(plan: Plan) -> list[str]:
+    """Which ranks are one replica."""
+    if plan.num_feeds == plan.world:
+        return []
+    feeds = plan.feeds
+    ranks = [[rank for rank, feed in enumerate(feeds) if feed == number] for number in range(min(plan.num_feeds, 2))]
+    blocks = [_ranks_in_short(block) for block in ranks]
+    piped = _is_piped(plan)
+    between, what = "; " if any(", " in block for block in blocks) else ", ", "pipeline" if piped else "replica"
+    named = between.join([*blocks, "..."] if plan.num_feeds > 2 else blocks)
+    each = f"are one {what}: feed all of them" if plan.num_feeds == 1 else f"are one {what} each: feed its ranks"
+    return [f"Ranks {named} {each} the same batch."]
+
+
+def _is_piped(plan: Plan) -> bool:
+    """Whether stages lie on several ranks."""
+    return plan.pipeline is not None and plan.pipeline.num_ranks > 1
+
+
+def _ranks_in_short(ranks: Sequence[int]) -> str:
+    """0-3 for neighbours; 0, 4, 8 and 0, 4, ..., 60 for others."""
+    if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    shown = map(str, ranks) if len(ranks) < 5 else [str(ranks[0]), str(ranks[1]), "...", str(ranks[-1])]
+    return ", ".join(shown)
+
+
 def _parallelism(plan: Plan) -> str:
     """Data and tensor parallelism in words, and how large the global batch is."""
     sizes = [f"x {size}" for size in sorted({device.size for device in plan.devices}) if size > 1]
-    ways = [f"Data parallel x {plan.num_feeds} (DP)"] + ([f"tensor-split {' and '.join(sizes)} (TP)"] if sizes else [])
-    fed = "a rank" if plan.feed_size == 1 else "a replica"
+    ways = [f"Data parallel x {plan.num_feeds} (DP)"]
+    piped = _is_piped(plan)
+    ways += [f"pipeline x {plan.device('replica').num_places} (PP)"] if piped else []
+    ways += [f"tensor-split {' and '.join(sizes)} (TP)"] if sizes else []
+    fed = "a pipeline" if piped else "a rank" if plan.feed_size == 1 else "a replica"
     times = "the batch you feed" if plan.num_feeds == 1 else f"{plan.num_feeds} x the batch you feed {fed}"
     if plan.world == 1:
         return f"One rank: the global batch is {times}."
@@ -78,6 +115,7 @@ def _named_dims(batch_dim: tuple[tuple[str, int | None], ...]) -> str:
 _BATCHES = {
     "own": "own: each rank brings a batch of its own",
     "shared": "shared: the ranks of a replica are fed the same batch",
+    "pipeline's": "pipeline's: the ranks of a pipeline are fed the same batch",
     "mixed": "mixed: the batches of several replicas meet",
 }
 
@@ -91,7 +129,8 @@ def _taskgraphs(plan: Plan) -> list[str]:
         first = group[0]
         where = plan.device(first.device)
         times = "" if len(group) == 1 else f"{len(group)} x "
-        modes.append(where.row_mode if first.kind == "split" else ("shared" if plan.feed_size > 1 else "own"))
+        own = "pipeline's" if _is_piped(plan) else "shared" if plan.feed_size > 1 else "own"
+        modes.append(where.row_mode if first.kind == "split" and not _is_piped(plan) else own)
         index = str(first.index) if len(group) == 1 else f"{first.index}-{group[-1].index}"
         names = _shown(fold_names([name for graph in group for name in graph.modules]))
         rows.append(
@@ -100,7 +139,7 @@ def _taskgraphs(plan: Plan) -> list[str]:
                 _scope(first),
                 first.site if first.annotations else "",
                 names,
-                _ranks(where.size, where.world),
+                _on(plan, first, where),
                 modes[-1],
                 f"{times}{first.num_parameters:,}",
             ]
@@ -124,10 +163,87 @@ def _scope(graph: TaskGraph) -> str:
     return " > ".join(f"wh.{a.kind}({'...' if a.options else ''})" for a in graph.annotations)
 
 
+def _on(plan: Plan, graph: TaskGraph, where: VirtualDevice) -> str:
+    if plan.pipeline is None or not _is_piped(plan):
+        return _ranks(where.size, where.world)
+    if plan.pipeline.stage_of(graph.modules[0]) is None:
+        inside = any(annotation.kind == "pipeline" for annotation in graph.annotations)
+        return "its stages' ranks" if inside else "where its input is"
+    groups = where.ranks_of_a_place // where.size
+    of = f"{_counted(groups, 'group')} of " if where.size > 1 else ""
+    return f"its stage's {of}{_counted(where.size if of else groups, 'rank')}"
+
+
 def _ranks(size: int, world: int) -> str:
     if size == 1:
         return f"each of {world} ranks" if world > 1 else "1 rank"
     return f"all {world} ranks" if size == world else f"{world // size} groups of {size} ranks"
+
+
+def _pipeline(plan: Plan) -> list[str]:
+    """The stages, who runs them, in which order, and what that costs in idle time and memory."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return []
+    stages, ranks, batches = pipeline.num_stages, pipeline.num_ranks, pipeline.num_micro_batches
+    kept = make(pipeline.schedule, stages, batches, ranks).peak_in_flight
+    device = plan.device("replica")
+    rows = []
+    for stage, names in enumerate(pipeline.stages):
+        place = pipeline.place_of(stage)
+        runs = [block[place] for block in device.pipelines]
+        rows.append(
+            [
+                str(stage),
+                _shown(fold_names(names)),
+                f"{pipeline.stage_parameters[stage]:,}",
+                amount(pipeline.stage_bytes[stage]),
+                _ranks_in_short(runs),
+                str(kept[place]),
+            ]
+        )
+    of = f"{_counted(plan.num_feeds, 'pipeline')} of {_counted(ranks * plan.feed_size, 'rank')}"
+    order = f"schedule {pipeline.schedule}, {_counted(batches, 'micro-batch')}"
+    title = f"The pipeline, {_counted(stages, 'stage')} on {of} ({pipeline.site}): {order}:"
+    table = _table(title, ["stage", "modules", "parameters", "bytes", "on ranks", "micro-batches kept"], rows)
+    notes = [f"({_idle(pipeline)})"]
+    if pipeline.chosen:
+        notes.append(f"The stages are {pipeline.chosen}.")
+    if pipeline.links:
+        in_force_first = sorted(pipeline.links, key=lambda links: links.inner != pipeline.inner)
+        notes += [_link(links, links.inner == pipeline.inner) for links in in_force_first]
+    elif plan.cluster.num_nodes > 1 and ranks > 1:
+        notes.append(f"{_PLACED[pipeline.inner]}.")
+    return [*table, *(line for note in notes for line in _wrapped(note))]
+
+
+def _idle(pipeline: PipelinePlan) -> str:
+    """The bubble, by the papers' formula, else by a simulation."""
+    sizes = (pipeline.num_stages, pipeline.num_micro_batches, pipeline.num_ranks)
+    share = bubble_formula(pipeline.schedule, *sizes)
+    how = "by formula"
+    if share is None:
+        share, how = simulate(make(pipeline.schedule, *sizes)).bubble_share, "simulated"
+    kept = "micro-batches kept: those that a rank keeps activations of at once, at most, counted once a stage"
+    return f"a rank is idle {share:.1%} of a step, {how}, where stages take equally long; {kept}"
+
+
+_PLACED = {
+    False: "The ranks of one stage are neighbours: outputs of stages travel between nodes, gradients inside",
+    True: "The ranks of one pipeline are neighbours: gradients travel between nodes, outputs of stages inside",
+}
+
+
+def _link(links: Links, in_force: bool) -> str:
+    between, inside = amount(links.between_bytes), amount(links.inside_bytes)
+    told = f"at most {between} leave a node in a step, at most {inside} go from a rank to its node"
+    if in_force:
+        return f"{_PLACED[links.inner]}: {told}."
+    return f"The other way, with the ranks of one {'pipeline' if links.inner else 'stage'} as neighbours: {told}."
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
 
 
 _SIDES = {"columns": "columns (outputs)", "rows": "rows (inputs)"}
@@ -147,7 +263,7 @@ def _gradients(plan: Plan) -> list[str]:
     for reduce in plan.reduces:
         device = plan.device(reduce.device)
         over = (
-            f"all {device.num_copies} ranks"
+            f"all {device.num_copies} ranks{' of a stage' if _is_piped(plan) else ''}"
             if device.size == 1
             else f"the {device.num_copies} ranks that hold one part of a split over {device.size}"
         )
@@ -166,10 +282,13 @@ def _gradients(plan: Plan) -> list[str]:
 
 
 _INPUTS, _OUTPUTS = "inputs of split modules, and their gradients", "outputs of split modules, and their gradients"
+_BETWEEN_STAGES = "outputs of stages, and their gradients"
 _LOSS, _COUNTS = "losses over split classes", "numbers of samples and labels"
 # What an operation, estimated or counted, moves: several of them serve one purpose.
 _PURPOSES = {
     "gradients": "gradients, to be averaged",
+    "stage outputs": _BETWEEN_STAGES,
+    "outputs of a pipeline": "outputs of the last stage, to every rank",
     **dict.fromkeys(["rows in", "columns in", "ids", "ids of a split embedding"], _INPUTS),
     **dict.fromkeys(["enter", "enter's backward", "rows to columns", "rows to columns' backward"], _INPUTS),
     **{f"{what} of a split's input": _INPUTS for what in ("rows", "columns", "samples", "channels")},
@@ -191,7 +310,7 @@ def _traffic(plan: Plan) -> list[str]:
     rows = [[what, where, amount(sent)] for (what, where), sent in sorted(total.items(), key=lambda item: -item[1])]
     rows.append(["in all", "", amount(plan.sent_bytes)])
     table = _table("What a rank sends in a training step:", ["what", "among", "bytes"], rows)
-    return [*table, *textwrap.wrap(f"({plan.assumption})", 110, initial_indent="  ", subsequent_indent="   ")]
+    return [*table, *_wrapped(f"({plan.assumption})")]
 
 
 def _gathers(plan: Plan) -> list[str]:
@@ -201,6 +320,10 @@ def _gathers(plan: Plan) -> list[str]:
 
 
 # ---- tables and names ----
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 110, initial_indent="  ", subsequent_indent="   ")
 
 
 def _table(title: str, head: list[str], rows: list[list[str]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.errors import LossError, PlanError
-from whale_torch.planning.pipelines import PipelinePlan
+from whale_torch.planning.pipelines import leaf_of
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, training_results
 from whale_torch.trace.cut import cut
@@ -19,10 +19,10 @@ from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Combine, Count, rewrite
 from whale_torch.trace.sizes import Sizes
-from whale_torch.trace.tracer import Leaf, record
+from whale_torch.trace.tracer import record
 from whale_torch.trace.twin import Twin
 
-__all__ = ["Mode", "Program", "Programs", "leaf_of"]
+__all__ = ["Mode", "Program", "Programs"]
 
 Mode = Literal["train", "outputs"]
 
@@ -36,7 +36,7 @@ class Program:
     mode: "train" gives the loss and other scalars, "outputs" everything that the model returns. results: the nest that
     the user gets, with Nodes. returned: its Nodes, in the order in which the last stage gives their values. combine:
     how those among them that are numbers add up, by place. loss: which of the returned. counts: of the numbers.
-    whole: some number is no sum over samples, so all of the batch has to be one micro-batch.
+    whole: all of the batch has to be one micro-batch, for a number that is no sum over samples, or has a gradient.
     """
 
     mode: Mode
@@ -90,13 +90,14 @@ class Programs:
         if loss is None:
             mode, scalars = "outputs", numbers_of(graph)
         how: Any = self._plan.micro_batch_loss
+        if mode == "outputs" and any(node.value.requires_grad for node in scalars):
+            return self._whole(graph)  # a loss in eval(), from which backward may start
         try:
             rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
         except LossError:
             if mode == "train":
                 raise
-            outputs = tuple(dict.fromkeys(nodes_in(graph.output)))
-            return Program(mode, cut(graph, outputs, self._plan.num_stages), graph.output, outputs, whole=True)
+            return self._whole(graph)
         losses = dict(zip(scalars, rewritten.losses, strict=True))
         returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
         given = [losses[node].node if node in losses else node for node in returned]
@@ -111,6 +112,10 @@ class Programs:
             loss,
             tuple(_count_program(count) for count in rewritten.counts),
         )
+
+    def _whole(self, graph: Graph) -> Program:
+        outputs = tuple(dict.fromkeys(nodes_in(graph.output)))
+        return Program("outputs", cut(graph, outputs, self._plan.num_stages), graph.output, outputs, whole=True)
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         state = (tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters))
@@ -131,23 +136,3 @@ def _form(x: Any) -> Any:
 def _count_program(count: Count) -> StageProgram:
     steps = tuple(Step.of(node, ()) for node in count.nodes)
     return StageProgram(0, steps, {}, {}, count.result, False, (), ())
-
-
-def leaf_of(plan: PipelinePlan) -> Leaf:
-    """Which modules a recording keeps whole: those of a stage, and others with parameters that hold no stage."""
-    roots = [name for names in plan.stages for name in names]
-    around = {name[:end] for name in roots for end in _dots(name)} | {""}
-
-    def leaf(name: str, module: nn.Module) -> int | Literal["loose"] | None:
-        stage = plan.stage_of(name)
-        if stage is not None:
-            return stage
-        if name in around or next(module.parameters(), None) is None:
-            return None
-        return "loose"
-
-    return leaf
-
-
-def _dots(name: str) -> Sequence[int]:
-    return [place for place, letter in enumerate(name) if letter == "."]

@@ -90,7 +90,8 @@ class Run:
         nodes = self.program.returned
         total = torch.zeros(len(nodes), dtype=torch.float64)
         for number, results in self._step.results.items():
-            total += torch.stack([self._part(number, place, x) for place, x in enumerate(results)]).cpu()
+            parts = [self._part(number, place, x) for place, x in enumerate(results)]
+            total += torch.stack(parts).to("cpu")
         total = gather_equal(total, self.runtime.pipeline, name="the loss of a pipeline").sum(0)
         if self.runtime.replicas.size > 1:
             total = gather_equal(total, self.runtime.replicas, name="the loss of all pipelines").mean(0)
@@ -145,7 +146,8 @@ class Run:
     def _joined(self, parts: list[Tensor], place: int) -> Tensor:
         """The whole batch's value: numbers add up, rows stand one after the other, and what has none is the same."""
         if place in self.program.combine:
-            total = torch.stack([self._part(number, place, x) for number, x in enumerate(parts)]).sum(0)
+            shares = [self._part(number, place, x) for number, x in enumerate(parts)]
+            total = torch.stack(shares).sum(0)
             return total.round().to(parts[0].dtype) if not parts[0].is_floating_point() else total.to(parts[0].dtype)
         dim = self.runtime.batch_dim
         if parts[0].dim() > dim and all(x.shape[dim] == rows for x, rows in zip(parts, self.rows, strict=True)):

@@ -1,0 +1,149 @@
+"""What a pipeline does not run: refused by the plan, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from whale_torch.annotation import Annotation
+from whale_torch.errors import PlanError
+from whale_torch.planning.layout import Shard
+from whale_torch.planning.pipelines import PipelinePlan
+from whale_torch.planning.schedules import NAMES
+from whale_torch.planning.taskgraph import TaskGraph
+
+__all__ = ["check_pipeline", "check_pipeline_scopes", "check_ties"]
+
+
+def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> None:
+    """Raises PlanError for scopes and options that nothing follows in a model with this pipeline."""
+    if scope.get("batch_dim") is not None:
+        raise PlanError(
+            f"{scope.call}: this version cuts micro-batches along one dim of all inputs.",
+            where=scope.site,
+            fix="wh.replica(batch_dim=1) around the pipeline says which dim that is",
+        )
+    for graph in graphs:
+        for annotation in graph.annotations:
+            _check_option(annotation, scope)
+        _check_nesting(graph, scope)
+
+
+def _check_option(annotation: Annotation, scope: Annotation) -> None:
+    if annotation.kind != "replica":
+        return
+    where = f"{annotation.site} and {scope.site}"
+    if annotation.get("sync_batch_norm"):
+        raise PlanError(
+            f"{annotation.call} holds for {scope.call} too, whose BatchNorm takes its statistics micro-batch by "
+            "micro-batch, as one process does that is fed them one after the other.",
+            where=where,
+            fix="leave sync_batch_norm out, or use nn.GroupNorm",
+        )
+    if annotation.get("loss", "mean") != "mean":
+        raise PlanError(
+            f"{annotation.call}: a pipeline averages over replicas, of sums too.",
+            where=where,
+            fix="take the mean over samples, or multiply the learning rate",
+        )
+    if not isinstance(annotation.get("batch_dim", 0), int):
+        raise PlanError(
+            f"{annotation.call}: a pipeline cuts micro-batches along one dim of all inputs that have as many there as "
+            "the first.",
+            where=where,
+            fix="put the samples along one dim and say which: wh.replica(batch_dim=1)",
+        )
+
+
+def _check_nesting(graph: TaskGraph, scope: Annotation) -> None:
+    kinds = [annotation.kind for annotation in graph.annotations]
+    innermost = graph.annotations[-1] if graph.annotations else None
+    if "stage" in kinds and "replica" in kinds[kinds.index("stage") :]:
+        inner = next(a for a in graph.annotations[kinds.index("stage") :] if a.kind == "replica")
+        raise PlanError(
+            f"{inner.call} of '{graph.modules[0]}' is inside a stage, where this version runs no replica.",
+            where=f"{inner.site}, inside {scope.site}",
+            fix="remove it: the ranks of a stage are replicas of it already",
+        )
+    if innermost is None or innermost.kind != "split":
+        return
+    if "stage" in kinds and innermost.get("rows") == "own":
+        raise PlanError(
+            f"{innermost.call} of '{graph.modules[0]}' is inside a stage, whose ranks all get the same micro-batch of "
+            "their pipeline.",
+            where=f"{innermost.site}, inside {scope.site}",
+            fix="leave rows out: a split inside a stage shares its rows",
+        )
+    if "pipeline" not in kinds:
+        raise PlanError(
+            f"{innermost.call} of '{graph.modules[0]}' is outside the pipeline of its model: no one rank would run it "
+            "for all stages.",
+            where=f"{innermost.site} and {scope.site}",
+            fix="put it into one of the pipeline's wh.stage() scopes",
+        )
+
+
+def check_ties(pipeline: PipelinePlan, model: nn.Module, shards: dict[str, Shard]) -> None:
+    """Raises PlanError for a parameter that is cut by a split and used by stages on several ranks of a pipeline."""
+    for name, stages in pipeline.users(model).items():
+        if name in shards and len({pipeline.place_of(stage) for stage in stages}) > 1:
+            raise PlanError(
+                f"parameter '{name}' is cut by a split and tied between the stages {list(stages)}.",
+                where=pipeline.site,
+                fix="leave the split out for both, untie them, or put both into one stage",
+            )
+
+
+def check_pipeline(pipeline: PipelinePlan, model: nn.Module, world: int) -> None:
+    """Raises PlanError for a pipeline, of a plan that was edited, that cannot be carried out on this model."""
+    ranks, number = pipeline.num_ranks, pipeline.num_micro_batches
+    if pipeline.schedule not in NAMES:
+        raise PlanError(f"the plan's schedule is {pipeline.schedule!r}.", fix=f"it is one of {', '.join(NAMES)}")
+    if type(number) is not int or number < 1:
+        raise PlanError(f"the plan's pipeline has {number!r} micro-batches.", fix="1 or more")
+    if type(ranks) is not int or not 1 <= ranks <= pipeline.num_stages or world % ranks:
+        raise PlanError(
+            f"the plan's pipelines have {ranks!r} ranks, {pipeline.num_stages} stages and {world} ranks to run on.",
+            fix="num_ranks divides the ranks and is at most the number of stages",
+        )
+    if pipeline.micro_batch_loss not in (None, "mean"):
+        raise PlanError(f"the plan's micro_batch_loss is {pipeline.micro_batch_loss!r}.", fix='it is null or "mean"')
+    _check_stages(pipeline, model)
+
+
+def _check_stages(pipeline: PipelinePlan, model: nn.Module) -> None:
+    """Every stage has modules, each of the model, and none that is or contains another's."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, int] = {}
+    for stage, names in enumerate(pipeline.stages):
+        if not names:
+            raise PlanError(
+                f"stage {stage} of the plan's {pipeline.num_stages} has no modules.",
+                fix="leave it out, or give it some",
+            )
+        for name in names:
+            if name not in modules:
+                raise PlanError(
+                    f"the plan's stage {stage} has '{name}', which is not in the model.", fix="take it out of the stage"
+                )
+            if name in found:
+                raise _in_two_stages(name, stage, name, found[name])
+            found[name] = stage
+    for name, stage in found.items():
+        outer = next((other for other in _around(name) if other in found), None)
+        if outer is not None:
+            raise _in_two_stages(name, stage, outer, found[outer])
+
+
+def _in_two_stages(name: str, stage: int, other: str, other_stage: int) -> PlanError:
+    return PlanError(
+        f"the plan's stage {stage} has '{name}', and its stage {other_stage} has '{other}'.",
+        fix="name every module in one stage, and none that contains another one",
+    )
+
+
+def _around(name: str) -> list[str]:
+    """Names of what contains a module, from the inside out; "" is the model."""
+    pieces = name.split(".") if name else []
+    return [".".join(pieces[:end]) for end in reversed(range(len(pieces)))]

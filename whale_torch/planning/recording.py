@@ -1,0 +1,138 @@
+"""What a training step of a pipeline uses and moves, from a forward recorded without memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whale_torch.errors import PlanError, WhaleError
+from whale_torch.planning.pipelines import Moved, PipelinePlan, leaf_of
+from whale_torch.trace.cut import cut
+from whale_torch.trace.graph import Graph, Node, nodes_in, tensors_in
+from whale_torch.trace.program import StageProgram
+from whale_torch.trace.tracer import record
+from whale_torch.trace.twin import Twin
+
+__all__ = ["arguments", "count_rows", "record_step"]
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Sample inputs as the arguments of a call: a tensor, a tuple of positional or a dict of named ones."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def count_rows(inputs: Any, dim: int) -> int:
+    """Samples of the first tensor that has this dim; 1 where there is none."""
+    return next((x.shape[dim] for x in tensors_in(arguments(inputs)) if x.dim() > dim), 1)
+
+
+def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int) -> PipelinePlan:
+    """The pipeline with what a step on these inputs moves between its stages, and which of them use a parameter.
+
+    dim: the one that counts samples. The model is left alone. Raises TraceError for a forward that cannot
+    be recorded, PlanError for one that fails.
+    """
+    args, kwargs = arguments(inputs)
+    rows = count_rows(inputs, dim)
+    sizes = Counter(_parts(rows, pipeline.num_micro_batches))
+    twin = Twin.of(model, torch.device("cpu"))
+    twin.module.train()
+    activations: Counter[tuple[int, int]] = Counter()
+    gradients: Counter[tuple[int, int]] = Counter()
+    output_bytes = 0
+    programs: tuple[StageProgram, ...] = ()
+    for size, times in sizes.items():
+        graph = _record(twin, args, kwargs, pipeline, (dim, rows, size))
+        wanted, has_loss = _results(graph)
+        programs = cut(graph, wanted, pipeline.num_stages)
+        _check_busy(pipeline, programs)
+        output_bytes += 0 if has_loss else times * _bytes_of(wanted)
+        for program in programs:
+            for source, nodes in program.receives.items():
+                activations[source, program.index] += times * _bytes_of(nodes)
+                gradients[source, program.index] += times * _bytes_of(n for n in nodes if n.value.requires_grad)
+    moved = [Moved(*edge, size, gradients[edge]) for edge, size in sorted(activations.items())]
+    return replace(
+        pipeline,
+        moved=tuple(moved),
+        output_bytes=output_bytes,
+        elsewhere=tuple(_elsewhere(model, pipeline, programs)),
+        recorded=pipeline.digest,
+    )
+
+
+def _record(
+    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: PipelinePlan, resize: tuple[int, int, int]
+) -> Graph:
+    """A forward of a training step on one micro-batch."""
+    try:
+        with torch.enable_grad():
+            return record(twin, args, kwargs, leaf_of(pipeline), resize=resize)
+    except WhaleError:
+        raise
+    except Exception as error:  # the model is the user's
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+        raise PlanError(
+            f"a pipeline is cut where a forward is recorded, which fails on these sample_inputs: "
+            f"{type(error).__name__}: {reason}",
+            where=pipeline.site,
+            fix="give what the model can be called with: a tensor, a tuple of positional or a dict of named inputs",
+        ) from error
+
+
+def _check_busy(pipeline: PipelinePlan, programs: Sequence[StageProgram]) -> None:
+    """Raises PlanError for a stage that a forward leaves without work."""
+    for program in programs:
+        if not program.modules and not any(step.node.stage == program.index for step in program.steps):
+            names = ", ".join(f"'{name}'" for name in pipeline.stages[program.index][:3])
+            raise PlanError(
+                f"stage {program.index} of {pipeline.num_stages} ({names}) has nothing to run: a forward does not need "
+                "its modules, or what they are given comes from later stages, where they run.",
+                where=pipeline.site,
+                fix="enter the wh.stage() scopes in the order in which the forward calls their modules",
+            )
+
+
+def _parts(rows: int, number: int) -> list[int]:
+    """Rows of each micro-batch."""
+    number = min(number, rows)
+    return [rows // number + (part < rows % number) for part in range(number)] if number else []
+
+
+def _results(graph: Graph) -> tuple[tuple[Node, ...], bool]:
+    """What a training step takes from the last stage, and whether a loss is in it."""
+    returned = [node for node in dict.fromkeys(nodes_in(graph.output)) if isinstance(node.value, Tensor)]
+    scalars = [node for node in returned if node.value.dim() == 0 and node.value.is_floating_point()]
+    has_loss = any(node.value.requires_grad for node in scalars)
+    return tuple(scalars if has_loss else returned), has_loss
+
+
+def _bytes_of(nodes: Iterable[Node]) -> int:
+    return sum(node.value.numel() * node.value.element_size() for node in nodes)
+
+
+def _elsewhere(
+    model: nn.Module, pipeline: PipelinePlan, programs: Sequence[StageProgram]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Parameters that other stages use than their names say."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    used: dict[str, set[int]] = {}
+    for program in programs:
+        found = [p for name in program.modules for p in modules[name].parameters()]
+        for name in program.parameters:
+            owner, _, key = name.rpartition(".")
+            found.append(getattr(modules[owner], key))
+        for parameter in found:
+            used.setdefault(first[id(parameter)], set()).add(program.index)
+    for name, stages in pipeline.users(model).items():
+        seen = tuple(sorted(used.get(name, ())))
+        if seen and seen != stages:
+            yield name, seen
