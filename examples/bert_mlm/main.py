@@ -27,7 +27,7 @@ from whale_torch.planning.schedules import draw_text, make, simulate
 
 T = TypeVar("T")
 
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 1e-3
 BLANKS = [
     "def __init__(self, name, [MASK]=None):",
     "for i in [MASK](len(self)):",
@@ -44,8 +44,8 @@ def arguments() -> argparse.Namespace:
     add("--stages", type=int, default=2, help="stages of the pipeline (default: %(default)s)")
     add("--micro-batches", type=int, default=4, help="parts of a pipeline's batch (default: %(default)s)")
     add("--schedule", choices=["gpipe", "1f1b", "interleaved"], help="order of forwards and backwards")
-    add("--layers", type=int, default=4, help="(default: %(default)s)")
-    add("--width", type=int, default=96, help="numbers a token becomes, a multiple of 32 (default: %(default)s)")
+    add("--layers", type=int, default=2, help="(default: %(default)s)")
+    add("--width", type=int, default=128, help="numbers a token becomes, a multiple of 32 (default: %(default)s)")
     add("--tokens", type=int, default=2000, help="tokens to tell apart (default: %(default)s)")
     add("--batch", type=int, default=16, help="sequences a pipeline and step (default: %(default)s)")
     add("--steps", type=int, default=1000, help="training steps (default: %(default)s)")

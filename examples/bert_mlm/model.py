@@ -23,7 +23,9 @@ def pipelined_bert(
         num_attention_heads=width // 32,
         intermediate_size=4 * width,
         max_position_embeddings=LENGTH,
-        initializer_range=width**-0.5,  # 0.02, meant for a width of thousands, starts a small model slowly
+        initializer_range=0.05,  # 0.02, meant for a width of a thousand, starts a small model slowly
+        hidden_dropout_prob=0.0,  # no sequence is read twice
+        attention_probs_dropout_prob=0.0,
     )
     model = BertForMaskedLM(config)
     scopes = {pattern: wh.stage() for pattern in stages(num_layers, num_stages)}
