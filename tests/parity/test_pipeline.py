@@ -93,7 +93,7 @@ def _trained(
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rows", ["even", "uneven"])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-@pytest.mark.matrix(keep=14)
+@pytest.mark.matrix(keep=8)
 def test_a_pipeline_is_one_process(name: str, n: int, rows: str, schedule: str) -> None:
     options = {"num_micro_batches": 3, "schedule": schedule}
     for losses, gradients, state, _ in world(n, _trained, name, rows, 2, options):
@@ -112,7 +112,7 @@ def _peaks(rank: int, n: int, schedule: str, number: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_no_more_micro_batches_wait_than_the_schedule_says(n: int, schedule: str) -> None:
     for found, allowed in world(n, _peaks, schedule, 6):
         assert found == allowed
@@ -223,6 +223,6 @@ def _at_random(rank: int, n: int, name: str, seed: int) -> float:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("n", "name"), [(2, "skips"), (3, "nests"), (4, "twice"), (4, "tied"), (8, "skips")])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_random_legal_schedules_run_to_the_end(n: int, name: str, seed: int) -> None:
     assert max(world(n, _at_random, name, seed, timeout=30)) < BAR

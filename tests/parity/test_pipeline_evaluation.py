@@ -47,6 +47,7 @@ def _evaluated(rank: int, n: int, name: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", ["chain", "nests"])
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.matrix(keep=2)
 def test_a_loss_in_eval_is_that_of_the_batch(name: str, n: int) -> None:
     for error, gradients in world(n, _evaluated, name):
         assert error < BAR

@@ -68,7 +68,7 @@ def _accumulated(rank: int, n: int, how: str) -> float:
 
 @pytest.mark.parametrize("how", ["plain", "no_sync", "scaled", "zero between"])
 @pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.matrix(keep=3)
+@pytest.mark.matrix(keep=2)
 def test_gradients_accumulate(how: str, n: int) -> None:
     assert max(world(n, _accumulated, how)) < BAR
 
@@ -101,7 +101,7 @@ def _clipped(rank: int, n: int, name: str, norm_type: float) -> tuple[float, flo
 @pytest.mark.parametrize("name", ["chain", "tied"])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.matrix(keep=3)
+@pytest.mark.matrix(keep=2)
 def test_the_norm_is_that_of_one_process(name: str, norm_type: float, n: int) -> None:
     for found, expected, error in world(n, _clipped, name, norm_type):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -181,6 +181,7 @@ def _step(rank: int, n: int, name: str, local: int) -> tuple[str, dict[str, floa
 
 @pytest.mark.parametrize("name", ["chain", "skips", "nests", "tied", "outputs", "twice"])
 @pytest.mark.parametrize(("n", "local"), [(4, 4), (4, 2), (8, 4)])
+@pytest.mark.matrix(keep=2)
 def test_a_plan_with_sample_inputs_counts_the_step_of_the_busiest_rank(name: str, n: int, local: int) -> None:
     found = world(n, _step, name, local, local_world_size=local)
     plan = Plan.from_json(found[0][0])
