@@ -281,6 +281,12 @@ def pipeline_of(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda data: data["pipeline"].update(changes)
 
 
+def digest_of(data: dict[str, Any]) -> str:
+    found = Plan.from_json(json.dumps(data)).pipeline
+    assert found is not None
+    return found.digest
+
+
 def test_json_keeps_all_of_a_pipeline() -> None:
     cluster = wh.Cluster.of(2, 2)
     for num_ranks in (1, 2, 4):
@@ -370,6 +376,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "twice": (pipeline_of(stages=[["a"], ["b"], ["c"], ["d", "a"]]), r"stage 3 has 'a', and its stage 0 has 'a'"),
     "inside": (pipeline_of(stages=[["a"], ["b"], ["b.0"], ["d"]]), r"stage 2 has 'b.0', and its stage 1 has 'b'"),
     "loss": (pipeline_of(micro_batch_loss="sum"), r"micro_batch_loss is 'sum'"),
+    "users": (
+        lambda data: data["pipeline"].update(elsewhere=[["a.weight", [7]]], recorded=digest_of(data)),
+        r"stages \[7\] of 4 use the parameter 'a.weight'",
+    ),
     "format": (lambda data: data.update(format=1), r"the plan has format 1, this version reads 2"),
 }
 

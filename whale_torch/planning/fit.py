@@ -38,8 +38,9 @@ def check_fit(plan: Plan, model: nn.Module, cluster: Cluster, default: tuple[Ann
     _check_parameters(plan, model)
     _check_scopes(plan, model, default)
     if plan.pipeline is not None:
-        check_pipeline(plan.pipeline, model, plan.world)
-        plan = replace(plan, pipeline=plan.pipeline.without_stale())
+        pipeline = plan.pipeline.without_stale()
+        check_pipeline(pipeline, model, plan.world)
+        plan = replace(plan, pipeline=pipeline)
     _check_devices(plan)
     _check_cuts(plan, model)
     for reduce in plan.reduces:

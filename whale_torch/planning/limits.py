@@ -110,6 +110,13 @@ def check_pipeline(pipeline: PipelinePlan, model: nn.Module, world: int) -> None
     if pipeline.micro_batch_loss not in (None, "mean"):
         raise PlanError(f"the plan's micro_batch_loss is {pipeline.micro_batch_loss!r}.", fix='it is null or "mean"')
     _check_stages(pipeline, model)
+    parameters = {name for name, _ in model.named_parameters()}
+    for name, stages in pipeline.elsewhere:
+        if name not in parameters or not stages or not set(stages) <= set(range(pipeline.num_stages)):
+            raise PlanError(
+                f"the plan says that stages {list(stages)} of {pipeline.num_stages} use the parameter '{name}'.",
+                fix="leave out what was recorded: an empty list of `elsewhere`",
+            )
 
 
 def _check_stages(pipeline: PipelinePlan, model: nn.Module) -> None:
