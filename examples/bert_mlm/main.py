@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     add("--width", type=int, default=128, help="numbers a token becomes, a multiple of 32 (default: %(default)s)")
     add("--tokens", type=int, default=2000, help="tokens to tell apart (default: %(default)s)")
     add("--batch", type=int, default=16, help="sequences a pipeline and step (default: %(default)s)")
-    add("--steps", type=int, default=1000, help="training steps (default: %(default)s)")
+    add("--steps", type=int, default=1200, help="training steps (default: %(default)s)")
     add("--files", type=int, default=None, help="files of Python's library to read (default: all)")
     args = parser.parse_args()
     if not 1 <= args.stages <= args.layers:
