@@ -72,6 +72,7 @@ def test_layers_are_dealt_out_to_stages() -> None:
     assert stages(3, 1) == [rf"{layer}0|{layer}1|{layer}2|bert\.embeddings|cls"]
 
 
+@pytest.mark.matrix(keep=0)
 def test_main_runs_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["-m", "examples.bert_mlm.main", "--files", "12", "--steps", "20", "--batch", "8", "--width", "32"]

@@ -36,6 +36,7 @@ def _metrics(rank: int, n: int, num_ranks: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("n", "num_ranks"), [(4, 1), (4, 2), (4, 4), (8, 2), (8, 4)])
+@pytest.mark.matrix(keep=2)
 def test_a_pipeline_counts_once(n: int, num_ranks: int) -> None:
     values = [1.0 + index for index in range(n // num_ranks)]
     for found in world(n, _metrics, num_ranks):
@@ -90,6 +91,7 @@ def dataset() -> TensorDataset:
 
 
 @pytest.mark.parametrize(("n", "num_ranks"), [(4, 2), (4, 4), (8, 4)])
+@pytest.mark.matrix(keep=1)
 def test_ranks_of_a_pipeline_read_one_batch_and_together_all(n: int, num_ranks: int) -> None:
     found = world(n, _read, num_ranks)
     plan = wh.plan(pipelined(num_ranks), cluster=wh.Cluster.of(1, n))

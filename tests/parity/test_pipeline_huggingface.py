@@ -199,7 +199,7 @@ def _compared(rank: int, n: int, name: str) -> tuple[list[float], int, float, li
 
 @pytest.mark.parametrize("name", _CASES)
 @pytest.mark.parametrize("n", [1, 3, 6])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_a_model_of_transformers_is_one_process(name: str, n: int) -> None:
     """Two SGD steps on uneven batches, and evaluation, in which the ranks of a pipeline get bit-equal outputs."""
     outputs: dict[int, list[float]] = {}
@@ -238,6 +238,7 @@ def _recomputed(rank: int, n: int) -> tuple[list[float], int]:
     return both.trained(1), len(ran)
 
 
+@pytest.mark.matrix(keep=0)
 def test_layers_that_recompute() -> None:
     for errors, ran in world(3, _recomputed, timeout=300):
         assert max(errors) < BAR
@@ -255,6 +256,7 @@ def _tied_once(rank: int, n: int) -> float:
     return max(_Both("bert").trained(1))
 
 
+@pytest.mark.matrix(keep=0)
 def test_the_comparison_sees_tied_gradients_that_are_averaged() -> None:
     assert min(world(3, _tied_once, timeout=300)) > 0.1
 
@@ -276,7 +278,7 @@ def _generated(rank: int, n: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 def test_words_are_generated_without_a_cache(name: str) -> None:
     for refused in world(3, _generated, name, timeout=300):
         assert "Cache that holds tensors is handed from module to module" in refused

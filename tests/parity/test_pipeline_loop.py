@@ -68,7 +68,7 @@ def _accumulated(rank: int, n: int, how: str) -> float:
 
 @pytest.mark.parametrize("how", ["plain", "no_sync", "scaled", "zero between"])
 @pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_gradients_accumulate(how: str, n: int) -> None:
     assert max(world(n, _accumulated, how)) < BAR
 
@@ -101,7 +101,7 @@ def _clipped(rank: int, n: int, name: str, norm_type: float) -> tuple[float, flo
 @pytest.mark.parametrize("name", ["chain", "tied"])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 @pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_the_norm_is_that_of_one_process(name: str, norm_type: float, n: int) -> None:
     for found, expected, error in world(n, _clipped, name, norm_type):
         assert found == pytest.approx(expected, rel=1e-5)
@@ -210,7 +210,7 @@ def _frozen(rank: int, n: int, pattern: str) -> float:
 
 @pytest.mark.parametrize("pattern", ["a", "b", "d", "ab", "cd", "abc"])
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_frozen_stages(pattern: str, n: int) -> None:
     assert max(world(n, _frozen, pattern)) < BAR
 
@@ -268,7 +268,7 @@ def _evaluated(rank: int, n: int) -> tuple[float, int, int]:
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 8])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_every_rank_gets_what_a_pipeline_evaluates(n: int) -> None:
     for error, before, after in world(n, _evaluated):
         assert error < 1e-6
@@ -293,7 +293,7 @@ def _numbers(rank: int, n: int, name: str) -> float:
 
 @pytest.mark.parametrize("name", ["chain", "nests", "losses"])
 @pytest.mark.parametrize("n", [1, 4, 8])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_numbers_in_evaluation_are_those_of_the_whole_batch(name: str, n: int) -> None:
     assert max(world(n, _numbers, name)) < 1e-6
 
@@ -330,3 +330,17 @@ def _replaced(rank: int, n: int) -> None:
 def test_a_parameter_that_is_replaced_later_is_refused() -> None:
     with pytest.raises(wh.PlanError, match=r"parameter 'd\.weight' was replaced after wh\.parallelize"):
         world(2, _replaced)
+
+
+def _copied(rank: int, n: int) -> str:
+    both = _Both(rank)
+    mine, _ = both.batch()
+    both.model(**mine).backward()
+    with pytest.raises(wh.PlanError) as caught, torch.no_grad():
+        copy.deepcopy(both.model).eval()(**mine)
+    return str(caught.value)
+
+
+def test_a_copy_of_a_pipelined_model_runs_nothing() -> None:
+    for text in world(2, _copied):
+        assert "has the values of this rank's stages only" in text and "wh.full_state_dict(model)" in text

@@ -352,6 +352,7 @@ def _edited(rank: int, n: int, path: str) -> tuple[float, int, str]:
 
 
 @pytest.mark.parametrize("name", EDITS)
+@pytest.mark.matrix(keep=1)
 def test_an_edited_pipeline_is_run_as_it_reads(name: str, tmp_path: Path) -> None:
     data = json.loads(wh.plan(chain(num_ranks=2), cluster=wh.Cluster.of(1, 4)).to_json())
     EDITS[name](data)

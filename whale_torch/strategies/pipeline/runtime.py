@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from whale_torch.comm.call import Batch, Trained
 from whale_torch.comm.collectives import gather_equal
 from whale_torch.comm.region import Region
-from whale_torch.errors import CommError, LayoutError
+from whale_torch.errors import CommError, LayoutError, PlanError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.batch import BatchReader
@@ -23,11 +23,21 @@ from whale_torch.strategies.pipeline.programs import Mode, Program, Programs
 from whale_torch.strategies.pipeline.run import Run
 from whale_torch.strategies.pipeline.stand_ins import StandIns
 from whale_torch.strategies.pipeline.step import MicroBatch
-from whale_torch.strategies.runtime import Runtime
+from whale_torch.strategies.runtime import CopiedRuntime, Runtime
 from whale_torch.strategies.state_hooks import attach_state_hooks
 from whale_torch.trace.graph import Node
 
 __all__ = ["PipelineRuntime"]
+
+
+class _CopiedPipeline(CopiedRuntime):
+    """What a deepcopy of a pipelined model has instead: it holds this rank's stages and runs nothing."""
+
+    def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise PlanError(
+            "this model is a copy of a pipelined one: it has the values of this rank's stages only.",
+            fix="call the model itself, or load wh.full_state_dict(model) into a model that was never parallelized",
+        )
 
 
 class PipelineRuntime(Runtime):
@@ -73,6 +83,9 @@ class PipelineRuntime(Runtime):
         self.reducers: list[StageReducer] = []
         self.stages = set(range(self.pipeline.index, plan.pipeline.num_stages, self.pipeline.size))
         self.users: list[tuple[nn.Parameter, set[int]]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
+        return _CopiedPipeline(self.plan, self.regions)
 
     @property
     def last(self) -> int:
