@@ -173,6 +173,7 @@ def test_an_operation_on_one_rank_while_others_run_backward(layout: str) -> None
 
 
 @pytest.mark.parametrize("layout", ["own", "shared"])
+@pytest.mark.matrix(keep=1)
 def test_an_operation_on_one_rank_after_the_step(layout: str) -> None:
     for o in _outcomes(2, "metric_after_the_step", layout):
         assert isinstance(o.error, CommError) and "argmax" in str(o.error), o.error
@@ -231,7 +232,7 @@ def test_a_rank_that_is_killed_did_not_arrive() -> None:
         ("replica", {}, "row counts of the batch"),
     ],
 )
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 def test_a_rank_that_sleeps_is_named_within_the_time_out(layout: str, options: dict[str, Any], operation: str) -> None:
     ended = _outcomes(2, "sleeps", layout, **options)
     (text,) = _others(ended)
@@ -262,6 +263,7 @@ def _half_precision(rank: int, n: int) -> None:
     out.backward()
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_reduction_in_phases_says_so_too() -> None:
     mine, _ = outcomes(2, _half_precision, timeout=45)
     assert isinstance(mine.error, CommError), mine

@@ -62,7 +62,7 @@ def _said(outcome: Outcome) -> str:
 
 @pytest.mark.parametrize(("how", "limit"), [("raise", PROMPT), ("backward", PROMPT), ("die", PROMPT), ("stall", LONG)])
 @pytest.mark.parametrize("n", [4, 8])
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 def test_every_rank_ends_and_says_why(how: str, limit: float, n: int) -> None:
     ended = outcomes(n, _broken, how, timeout=60.0)
     victim = n // 4  # the first rank of the second stage
