@@ -7,10 +7,9 @@ against the pipelines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 
+from benchmarks import cluster
 from benchmarks.cluster import ModelledLayer
 from benchmarks.harness import ring_seconds
 
@@ -20,7 +19,6 @@ GPUS_PER_NODE = NODES = 8
 LINK_BITS = 35e9  # bit/s of a node's link
 SEQUENCE_S = 19.7e-3  # a V100 in fp32, forward and backward of 128 tokens, of which backward is two thirds
 LAYERS, WIDTH, TOKENS, VOCABULARY = 24, 1024, 128, 30522
-BUCKET_BYTES = 25 << 20
 PUBLISHED = {"whale data parallelism": 1.74, "pipeline": 2.32}  # over Horovod, 64 GPUs (the slides)
 
 EMBEDDING = (VOCABULARY + 512 + 2 + 2) * WIDTH
@@ -29,26 +27,15 @@ HEAD = 2 * WIDTH * WIDTH + 4 * WIDTH + VOCABULARY
 GRADIENT_BYTES = 4 * (EMBEDDING + LAYERS * LAYER + HEAD)
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """size: how many times smaller tensors are; time: how many times slower."""
+class Scale(cluster.Scale):
+    """BERT-large at a scale."""
 
-    size: int
-    time: float
+    __slots__ = ()
 
     @property
     def width(self) -> int:
         """Elements of what one sequence hands from layer to layer."""
         return TOKENS * WIDTH // self.size
-
-    @property
-    def rate(self) -> str:
-        """A link's rate, as tc spells it."""
-        return f"{LINK_BITS / self.size / self.time:.0f}bit"
-
-    @property
-    def bucket_bytes(self) -> int:
-        return BUCKET_BYTES // self.size
 
     def layers(self) -> list[nn.Module]:
         """Embedding, 24 encoder layers, head: each with its parameters; the encoder takes all of the time."""

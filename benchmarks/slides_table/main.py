@@ -51,7 +51,7 @@ def _measure(
     variants = {name: make(name, cell.scale, cell.half) for name in names}
     dist.barrier()
     if rank == 0:  # groups are made at full speed: scaled links would need minutes for all addresses
-        cluster.set_rate(cell.scale.rate)
+        cluster.set_rate(cell.scale.rate(LINK_BITS))
     dist.barrier()
 
     def step_of(name: str, first: int) -> Step:
@@ -111,7 +111,7 @@ def _cell(options: argparse.Namespace, ranks: int, batch: int) -> Cell:
 
 
 def _run(cell: Cell) -> tuple[dict[str, Summary], dict[str, float]]:
-    with Cluster(cell.ranks // GPUS_PER_NODE, GPUS_PER_NODE, rate=cell.scale.rate, timeout=5400) as cluster:
+    with Cluster(cell.ranks // GPUS_PER_NODE, GPUS_PER_NODE, rate=cell.scale.rate(LINK_BITS), timeout=5400) as cluster:
         if cluster.nodes > 1:
             share = cluster.measured_rate() / cluster.bits_per_second
             print(f"{cell.ranks} ranks, batch {cell.batch}: one stream gets {share:.0%} of a link", flush=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from benchmarks import cluster
 from benchmarks.cluster import ModelledLayer
 from benchmarks.harness import ring_seconds
 
@@ -32,7 +33,6 @@ GPUS_PER_NODE = 8
 LINK_BITS = 35e9  # bit/s of a node's link
 IMAGE_S = 2.6e-3  # a V100 in fp32, forward and backward, of which backward is two thirds
 WIDTH, CLASSES = 2048, 100_000
-BUCKET_BYTES = 25 << 20  # torch DDP's default, for every variant that has buckets
 PUBLISHED = {8: 1.13, 16: 1.66, 32: 2.43, 64: 14.8}  # ranks -> speed-up over data parallelism; two sources, see README
 
 
@@ -54,11 +54,9 @@ def resnet50_blocks() -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """size: how many times smaller tensors are; time: how many times slower; images_per_row: images for one row."""
+class Scale(cluster.Scale):
+    """images_per_row: images for one row."""
 
-    size: int
-    time: float
     images_per_row: int
 
     @property
@@ -68,15 +66,6 @@ class Scale:
     @property
     def classes(self) -> int:
         return CLASSES // self.images_per_row
-
-    @property
-    def rate(self) -> str:
-        """A link's rate, as tc spells it."""
-        return f"{LINK_BITS / self.size / self.time:.0f}bit"
-
-    @property
-    def bucket_bytes(self) -> int:
-        return BUCKET_BYTES // self.size
 
     def features(self) -> nn.Sequential:
         """ResNet-50's blocks as modelled layers: each with its share of the parameters and of the time."""

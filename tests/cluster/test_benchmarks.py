@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+import benchmarks.bert_pipeline.main as bert
 import benchmarks.classifier_split.main as classifier
 import benchmarks.overhead.main as overhead
 import benchmarks.replica.main as replica
 import benchmarks.slides_table.main as slides
+import benchmarks.bert_pipeline.sizes as bert_sizes
 from benchmarks.classifier_split.model import Task
 from benchmarks.cluster import ClusterError
 from benchmarks.harness import Summary, add_arguments, ring_seconds, run, sgd_loop, summarize, whole_numbers
@@ -105,6 +107,23 @@ def test_the_slides_variants_are_flat_data_parallelism() -> None:
         assert own.loss_error(summaries["flat"].values) < 1e-3, name
         worst = max(errors[name] for _, errors, _ in results)
         assert worst < (2e-2 if name.endswith("half") else 1e-4), name
+
+
+def _bert(rank: int, n: int) -> Any:
+    names = tuple(name for name in bert.VARIANTS if name != "pipeline8")
+    cell = bert.Cell(2, bert_sizes.Scale(4096, 1e-3), names, slow_steps=2, steps=3)
+    return bert._measure(rank, SimpleNamespace(set_rate=lambda rate: None), cell)  # type: ignore[arg-type]
+
+
+def test_the_pipelines_of_bert_are_flat_data_parallelism() -> None:
+    results = world(4, _bert)
+    summaries = summarize([traces for traces, _, _ in results])
+    for name, own in summaries.items():
+        expected = summaries["flat"].values
+        assert Summary(*[0.0] * 5, 0, own.values[: len(expected)]).loss_error(expected) < 1e-3, name
+        worst = max(errors[name] for _, errors, _ in results)
+        assert worst < (3e-2 if name not in ("flat", "whale_dp") else 1e-4), name
+    assert all(where["pipeline2"] for _, _, where in results)
 
 
 def test_the_command_lines() -> None:
