@@ -26,7 +26,7 @@ from whale_torch.metrics import note_replicas
 from whale_torch.optim import guard
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
-from whale_torch.planning.planner import make_plan
+from whale_torch.planning.planner import make_plan, measured_at
 from whale_torch.rehearsal import arguments, rehearse
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
@@ -40,6 +40,7 @@ from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized
 from whale_torch.strategies.split import apply_split, cut_parameters
 from whale_torch.strategies.state_hooks import attach_state_hooks
 from whale_torch.strategies.wrappers import keep_off_wrappers, refuse_wrappers
+from whale_torch.timing import mean_seconds, module_seconds
 
 __all__ = ["parallelize", "plan"]
 
@@ -71,6 +72,7 @@ def plan(
         default=_default(default),
         rows_per_rank=_rows(sample_inputs),
         sample_inputs=sample_inputs,
+        seconds=_seconds(model, default, sample_inputs, torch.device("cpu")),
     )
     return made if sample_inputs is None else rehearse(made, model, sample_inputs)
 
@@ -156,6 +158,22 @@ def parallelize(
     return model
 
 
+def _seconds(
+    model: nn.Module, default: Scope | None, sample_inputs: object, device: torch.device
+) -> dict[str, float] | None:
+    """Of modules, where a pipeline is to be balanced by them. Raises PlanError where nothing can be measured."""
+    site = measured_at(model, _default(default))
+    if site is None:
+        return None
+    if sample_inputs is None:
+        raise PlanError(
+            "a pipeline is to be balanced by measured times, and nothing says what its model is fed.",
+            where=site,
+            fix="give sample_inputs, or leave balance out",
+        )
+    return module_seconds(model, sample_inputs, device, where=site)
+
+
 def _check_first_time(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise PlanError(f"wh.parallelize takes an nn.Module, got {type(model).__name__}.", fix="wh.parallelize(model)")
@@ -188,9 +206,15 @@ def _decide(
 ) -> Plan:
     """The plan, checked against the ranks that run and equal on all of them."""
 
-    def decide() -> Plan:
+    def measure() -> dict[str, float] | None:
         _check_first_time(model)
         refuse_wrappers(model)
+        return None if saved is not None else _seconds(model, default, sample_inputs, mesh.device)
+
+    own = _together(mesh, measure)
+    seconds = None if own is None else mean_seconds(_from_all(mesh, own))
+
+    def decide() -> Plan:
         measured = mesh.cluster
         if cluster is not None and cluster.ranks_of_nodes != measured.ranks_of_nodes:
             raise PlanError(
@@ -207,6 +231,7 @@ def _decide(
                 default=_default(default),
                 rows_per_rank=_rows(sample_inputs),
                 sample_inputs=sample_inputs,
+                seconds=seconds,
             )
         return made if sample_inputs is None else rehearse(made, model, sample_inputs, rank=mesh.rank)
 

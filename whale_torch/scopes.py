@@ -167,6 +167,7 @@ def pipeline(
     num_stages: int | None = None,
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None,
     num_ranks: int | None = None,
+    balance: Literal["modelled", "measured"] = "modelled",
     micro_batch_loss: Literal["mean"] | None = None,
     batch_dim: Mapping[str, int | None] | None = None,
 ) -> Scope: ...
@@ -179,6 +180,7 @@ def pipeline(
     num_stages: int | None = None,
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None,
     num_ranks: int | None = None,
+    balance: Literal["modelled", "measured"] = "modelled",
     micro_batch_loss: Literal["mean"] | None = None,
     batch_dim: Mapping[str, int | None] | None = None,
 ) -> T: ...
@@ -190,6 +192,7 @@ def pipeline(
     num_stages: int | None = None,
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None,
     num_ranks: int | None = None,
+    balance: Literal["modelled", "measured"] = "modelled",
     micro_batch_loss: Literal["mean"] | None = None,
     batch_dim: Mapping[str, int | None] | None = None,
 ) -> object:
@@ -206,6 +209,8 @@ def pipeline(
         calls them and weighed by its floating-point operations where `sample_inputs` are given, else in the order of
         registration and by parameters; blocks stay whole, what takes more than an even share is opened. No stage has
         more parameters and gradients than `wh.Cluster(memory_bytes=...)` leaves room for.
+    balance: "measured" weighs modules, for `num_stages`, by the seconds that their forward and backward take on the
+        sample inputs, each run by itself on this machine (the mean over ranks), which takes a few training steps' time.
     schedule: order of forwards and backwards; None is "1f1b", and "interleaved" where a rank has several stages.
     num_ranks: ranks of one pipeline; None is the largest divisor of the world not above the number of stages.
     micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is not a mean over samples.
@@ -222,6 +227,7 @@ def pipeline(
         "num_stages": num_stages,
         "schedule": schedule,
         "num_ranks": num_ranks,
+        "balance": balance,
         "micro_batch_loss": micro_batch_loss,
         "batch_dim": batch_dim,
     }
@@ -318,6 +324,7 @@ _OPTIONS: dict[str, dict[str, _Option]] = {
         "num_stages": _COUNT,
         "schedule": _one_of(None, "gpipe", "1f1b", "interleaved", "zero_bubble"),
         "num_ranks": _COUNT,
+        "balance": _one_of("modelled", "measured"),
         "micro_batch_loss": _one_of(None, "mean"),
         "batch_dim": _BATCH_DIMS,
     },

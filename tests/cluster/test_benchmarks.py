@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import benchmarks.bert_pipeline.main as bert
+import benchmarks.bert_pipeline.sizes as bert_sizes
 import benchmarks.classifier_split.main as classifier
 import benchmarks.overhead.main as overhead
 import benchmarks.replica.main as replica
 import benchmarks.slides_table.main as slides
-import benchmarks.bert_pipeline.sizes as bert_sizes
 from benchmarks.classifier_split.model import Task
 from benchmarks.cluster import ClusterError
 from benchmarks.harness import Summary, add_arguments, ring_seconds, run, sgd_loop, summarize, whole_numbers

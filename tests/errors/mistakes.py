@@ -429,6 +429,20 @@ def more_stages_than_modules(rank: int, n: int) -> None:
 
 @mistake(
     P,
+    "Measured balance without inputs",
+    wh.PlanError,
+    r"a pipeline is to be balanced by measured times, and nothing says what its model is fed",
+    ranks=2,
+    site=True,
+)
+def measured_without_inputs(rank: int, n: int) -> None:
+    """What is measured is a forward and a backward, which need inputs."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    wh.parallelize(wh.pipeline(model, num_stages=2, balance="measured"))
+
+
+@mistake(
+    P,
     "Pipelines that do not fit the ranks",
     wh.PlanError,
     r"8 ranks cannot be cut into pipelines of 3 with 4 stages",

@@ -51,12 +51,14 @@ def balanced_stages(
     cluster: Cluster,
     num_ranks: int,
     inputs: Any = None,
+    seconds: Mapping[str, float] | None = None,
 ) -> tuple[list[list[str]], str]:
     """Module names of as many stages as the scope asks for, and in words how they were found.
 
     With sample inputs modules are taken in the order in which a forward calls them, and weighed by its floating-point
-    operations; without, in the order of registration and by parameters. Raises PlanError where there are fewer modules
-    than stages, or where no cut keeps parameters and gradients within the memory of the cluster's ranks.
+    operations; without, in the order of registration and by parameters. seconds: of modules by name, to weigh them by
+    instead. Raises PlanError where there are fewer modules than stages, or where no cut keeps parameters and gradients
+    within the memory of the cluster's ranks.
     """
     num_stages = int(str(scope.get("num_stages")))
     roots = topmost([name for graph in graphs if scope in graph.annotations for name in graph.modules])
@@ -65,10 +67,13 @@ def balanced_stages(
     modules = dict(model.named_modules())
 
     def time(name: str) -> int:
+        if seconds is not None:
+            own = seconds.get(name)
+            return round(own * 1e9) if own is not None else sum(map(time, _members(name, modules[name])))
         if by_flops and measured is not None:
-            own = measured.flops.get(name)
-            called = isinstance(modules[name], _UNCALLED) or own is None
-            return sum(map(time, _members(name, modules[name]))) if called else int(own or 0)
+            flops = measured.flops.get(name)
+            called = isinstance(modules[name], _UNCALLED) or flops is None
+            return sum(map(time, _members(name, modules[name]))) if called else int(flops or 0)
         return sum(p.numel() for p in modules[name].parameters())
 
     names, opened = _units(roots, modules, time, num_stages)
@@ -87,6 +92,7 @@ def balanced_stages(
     stages = [_whole(names[start:end], opened) for start, end in zip(starts, ends, strict=True)]
     largest = max(sum(times[start:end]) for start, end in zip(starts, ends, strict=True))
     what = "floating-point operations of a forward" if by_flops else "parameters"
+    what = what if seconds is None else "measured seconds of forward and backward"
     over = largest * num_stages / sum(times) if sum(times) else 1.0
     return stages, f"balanced by {what}{why}: the largest stage has {over:.2f} of an even share"
 

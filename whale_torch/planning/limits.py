@@ -24,6 +24,12 @@ def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> Non
             where=scope.site,
             fix="wh.replica(batch_dim=1) around the pipeline says which dim that is",
         )
+    if scope.get("balance") == "measured" and scope.get("num_stages") is None:
+        raise PlanError(
+            f"{scope.call}: balance says how a pipeline is cut by count, and this one has wh.stage() scopes.",
+            where=scope.site,
+            fix="leave balance out, or say num_stages in place of the scopes",
+        )
     for graph in graphs:
         for annotation in graph.annotations:
             _check_option(annotation, scope)

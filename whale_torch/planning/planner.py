@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from whale_torch.planning.recording import record_step
 from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles, own_plans
 from whale_torch.planning.taskgraph import Grouping, TaskGraph, group_modules
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "measured_at"]
 
 
 def make_plan(
@@ -36,16 +36,17 @@ def make_plan(
     default: tuple[Annotation, ...] = (),
     rows_per_rank: int | None = None,
     sample_inputs: Any = None,
+    seconds: Mapping[str, float] | None = None,
 ) -> Plan:
     """Plans an annotated model on a cluster without changing it.
 
     rows_per_rank: samples a feed brings in a step, for byte counts only. sample_inputs: what one replica is fed, from
-    which a pipeline is balanced and placed.
+    which a pipeline is balanced and placed. seconds: of modules by name, where `measured_at` asks for them.
     Raises AnnotationError and PlanError, and TraceError for a pipeline whose forward cannot be recorded, with the same
     text on every rank.
     """
     grouping = group_modules(model, default)
-    pipeline = _plan_pipeline(model, grouping.graphs, cluster, sample_inputs)
+    pipeline = _plan_pipeline(model, grouping.graphs, cluster, sample_inputs, seconds)
     build = partial(_build, model, cluster, grouping, rows_per_rank)
     if pipeline is None or not pipeline.moved or cluster.num_nodes == 1 or pipeline.num_ranks in (1, cluster.num_ranks):
         return build(pipeline)
@@ -57,8 +58,21 @@ def make_plan(
     return replace(plan, pipeline=replace(plan.pipeline, links=tuple(links)))
 
 
+def measured_at(model: nn.Module, default: tuple[Annotation, ...] = ()) -> str | None:
+    """The line of the pipeline that is to be balanced by measured seconds, None where there is none.
+
+    Raises PlanError where scopes ask for two pipelines.
+    """
+    scope = scope_of(group_modules(model, default).graphs)
+    return None if scope is None or scope.get("balance") != "measured" else scope.site
+
+
 def _plan_pipeline(
-    model: nn.Module, graphs: Sequence[TaskGraph], cluster: Cluster, sample_inputs: Any
+    model: nn.Module,
+    graphs: Sequence[TaskGraph],
+    cluster: Cluster,
+    sample_inputs: Any,
+    seconds: Mapping[str, float] | None,
 ) -> PipelinePlan | None:
     scope = scope_of(graphs)
     if scope is None:
@@ -68,7 +82,7 @@ def _plan_pipeline(
     chosen = ""
     if not stages:
         asked = plan_pipeline(scope, [()] * int(str(scope.get("num_stages"))), cluster)
-        stages, chosen = balanced_stages(model, graphs, scope, cluster, asked.num_ranks, sample_inputs)
+        stages, chosen = balanced_stages(model, graphs, scope, cluster, asked.num_ranks, sample_inputs, seconds)
     pipeline = plan_pipeline(scope, stages, cluster, chosen=chosen)
     dim = one_option(graphs, "batch_dim", 0)
     return pipeline if sample_inputs is None else record_step(model, pipeline, sample_inputs, dim)
