@@ -32,7 +32,7 @@ class Slow(nn.Module):
 def net() -> nn.Sequential:
     """Of six equal layers the first two take nearly all of the time."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Slow(0.02 if number < 2 else 0.0) for number in range(6)))
+    return nn.Sequential(*(Slow(0.1 if number < 2 else 0.0) for number in range(6)))
 
 
 def stages(model: nn.Module, **options: Any) -> tuple[tuple[str, ...], ...]:
