@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.bert_pipeline.sizes import GPUS_PER_NODE, LINK_BITS, NODES, PUBLISHED, SEQUENCE_S, Scale, limit_ms
-from benchmarks.bert_pipeline.variants import PLACES, VARIANTS, make, micro_batches_of
+from benchmarks.bert_pipeline.variants import INSIDE, PLACES, VARIANTS, make, micro_batches_of
 from benchmarks.cluster import Cluster
 from benchmarks.harness import Report, Step, Summary, Trace, add_arguments, interleave, summarize, whole_numbers
 
@@ -107,6 +107,7 @@ def _report(
             num_micro_batches=micro_batches_of(places, cell.sequences),
             wire_bytes=2 if name in PLACES or name.endswith("half") else 4,
             flat=name == "flat",
+            inner=where[name] == INSIDE,
         )
         real = own.minimum_s / scale.time * 1e3
         over = f"{flat.minimum_s / own.minimum_s:.2f}x"

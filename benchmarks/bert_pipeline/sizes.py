@@ -44,19 +44,21 @@ class Scale(cluster.Scale):
         return [ModelledLayer(EMBEDDING // self.size, 0.0, 0.0), *encoder, ModelledLayer(HEAD // self.size, 0.0, 0.0)]
 
 
-def limit_ms(sequences: int, *, places: int, num_micro_batches: int, wire_bytes: int, flat: bool) -> float:
+def limit_ms(
+    sequences: int, *, places: int, num_micro_batches: int, wire_bytes: int, flat: bool, inner: bool = False
+) -> float:
     """What a step cannot beat on the real cluster, in ms: compute with its bubble, and the bytes of a node's link.
 
-    places: ranks of one pipeline, whose stages lie on different nodes. flat: one ring over all ranks after backward;
-    else it crosses links once a node and is hidden behind backward as far as it can be.
+    places: ranks of one pipeline; inner: they are neighbours, else its stages lie on different nodes. flat: one ring
+    over all ranks after backward; else it crosses links once a node and is hidden behind backward as far as it can be.
     """
     compute = SEQUENCE_S * sequences
-    reduced = GRADIENT_BYTES / 4 * wire_bytes / places
+    reduced = GRADIENT_BYTES / 4 * wire_bytes
     if flat:
         return 1e3 * (compute + ring_seconds(reduced, NODES * GPUS_PER_NODE, LINK_BITS))
-    nodes = max(NODES // places, 1)
-    wire = ring_seconds(reduced, nodes, LINK_BITS) if nodes > 1 else 0.0
+    nodes = NODES if inner else max(NODES // places, 1)
+    wire = ring_seconds(reduced if inner else reduced / places, nodes, LINK_BITS)
     bubble = (places - 1) / num_micro_batches * compute
-    crossing = 2 * 4 * TOKENS * WIDTH * sequences * GPUS_PER_NODE * 8 / LINK_BITS if places > 1 else 0.0
+    crossing = 2 * 4 * TOKENS * WIDTH * sequences * GPUS_PER_NODE * 8 / LINK_BITS if places > 1 and not inner else 0.0
     hidden = compute * 2 / 3 if places == 1 else compute * 2 / 3 / num_micro_batches
     return 1e3 * (max(compute + bubble, crossing) + max(wire - hidden, 0.0))

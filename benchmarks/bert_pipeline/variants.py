@@ -16,7 +16,7 @@ from benchmarks.bert_pipeline.sizes import Scale
 from benchmarks.handwritten import share_buffers
 from whale_torch.comm.registry import place_of
 
-__all__ = ["PLACES", "VARIANTS", "Variant", "make", "micro_batches_of"]
+__all__ = ["INSIDE", "PLACES", "VARIANTS", "Variant", "make", "micro_batches_of"]
 
 PLACES = {"pipeline2": 2, "pipeline4": 4, "pipeline8": 8}
 VARIANTS = {
@@ -27,6 +27,7 @@ VARIANTS = {
     "pipeline4": "whale pipelines of 4, half wire",
     "pipeline8": "whale pipelines of 8, half wire",
 }
+INSIDE = "inside a node"
 _LEARNING_RATE, _MOST_MICRO_BATCHES = 0.1, 32
 
 
@@ -99,7 +100,7 @@ def make(name: str, scale: Scale, sequences: int) -> Variant:
     wh.parallelize(model, sample_inputs=torch.zeros(places * sequences, scale.width))
     plan = wh.plan(model)
     assert plan.pipeline is not None
-    where = "inside a node" if plan.pipeline.inner else "on different nodes"
+    where = INSIDE if plan.pipeline.inner else "on different nodes"
     return Variant(_loop(model), dict(model.named_parameters()), places, plan.feed_of(rank), where)
 
 
