@@ -27,6 +27,7 @@ from whale_torch.optim import guard
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan, measured_at
+from whale_torch.profiling import mean_seconds, module_seconds
 from whale_torch.rehearsal import arguments, rehearse
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
@@ -40,7 +41,6 @@ from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized
 from whale_torch.strategies.split import apply_split, cut_parameters
 from whale_torch.strategies.state_hooks import attach_state_hooks
 from whale_torch.strategies.wrappers import keep_off_wrappers, refuse_wrappers
-from whale_torch.timing import mean_seconds, module_seconds
 
 __all__ = ["parallelize", "plan"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import whale_torch as wh
 from tests.world import world
-from whale_torch.timing import mean_seconds, module_seconds
+from whale_torch.profiling import mean_seconds, module_seconds
 
 CPU = torch.device("cpu")
 
