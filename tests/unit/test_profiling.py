@@ -73,7 +73,7 @@ def test_a_module_that_is_called_twice_takes_twice_as_long() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.once, self.twice = Slow(0.02), Slow(0.02)
+            self.once, self.twice = Slow(0.1), Slow(0.1)
 
         def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
             return self.twice(self.twice(self.once(x))) * scale
