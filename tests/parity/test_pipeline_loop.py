@@ -46,6 +46,20 @@ class _Both:
         return relative_error(gradients_of(self.model), gradients_of(self.alone))
 
 
+def _handed_over(rank: int, n: int) -> bool:
+    """Whether the parameters get the very tensors in which the schedule gathered their gradients."""
+    both = _Both(rank)
+    loss = both.model(**both.batch()[0])
+    gathered = {grad.data_ptr() for grad in loss.grad_fn.held if grad is not None}
+    loss.backward()
+    return gathered == {p.grad.data_ptr() for p in both.model.parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_gradients_are_handed_over_and_not_copied(n: int) -> None:
+    assert all(world(n, _handed_over))
+
+
 def _accumulated(rank: int, n: int, how: str) -> float:
     both = _Both(rank)
     for number in range(3):

@@ -89,19 +89,24 @@ class Run:
         """Every scalar as the mean over replicas, on every rank."""
         nodes = self.program.returned
         total = torch.zeros(len(nodes), dtype=torch.float64)
-        for number, results in self._step.results.items():
-            parts = [self._part(number, place, x) for place, x in enumerate(results)]
-            total += torch.stack(parts).to("cpu")
+        if self._step.results:  # on the last stage's rank
+            numbers, results = zip(*self._step.results.items(), strict=True)
+            columns = [
+                self._whole_number(numbers, place, values) for place, values in enumerate(zip(*results, strict=True))
+            ]
+            total = torch.stack(columns).to("cpu")
         total = gather_equal(total, self.runtime.pipeline, name="the loss of a pipeline").sum(0)
         if self.runtime.replicas.size > 1:
             total = gather_equal(total, self.runtime.replicas, name="the loss of all pipelines").mean(0)
         device = self.runtime.mesh.device
         return {node: x.to(device, node.value.dtype) for node, x in zip(nodes, total.unbind(), strict=True)}
 
-    def _part(self, number: int, place: int, value: Tensor) -> Tensor:
-        """What a micro-batch gives of a number that the model returns, float64."""
-        rows = self.program.combine[place] == "rows"
-        return value.to(torch.float64) * (self._shares[number] if rows else 1.0)
+    def _whole_number(self, numbers: Sequence[int], place: int, values: Sequence[Tensor]) -> Tensor:
+        """A number that the model returns, of all micro-batches together, float64; numbers: of those that gave it."""
+        parts = torch.stack(list(values)).to(torch.float64)
+        if self.program.combine[place] == "rows":
+            parts *= parts.new_tensor([self._shares[number] for number in numbers])
+        return parts.sum(0)
 
     # ---- everything the model returns
 
@@ -146,8 +151,7 @@ class Run:
     def _joined(self, parts: list[Tensor], place: int) -> Tensor:
         """The whole batch's value: numbers add up, rows stand one after the other, and what has none is the same."""
         if place in self.program.combine:
-            shares = [self._part(number, place, x) for number, x in enumerate(parts)]
-            total = torch.stack(shares).sum(0)
+            total = self._whole_number(range(len(parts)), place, parts)
             return total.round().to(parts[0].dtype) if not parts[0].is_floating_point() else total.to(parts[0].dtype)
         dim = self.runtime.batch_dim
         if parts[0].dim() > dim and all(x.shape[dim] == rows for x, rows in zip(parts, self.rows, strict=True)):
@@ -166,7 +170,7 @@ class Run:
             self._act(kinds)
             self._step.messages.finish()
         runtime.peak = max(runtime.peak, self._step.peak)
-        return [runtime.stand_ins.of(p).grad for p in runtime.trained()]
+        return runtime.stand_ins.take(runtime.trained())
 
     def _act(self, kinds: str) -> None:
         for action in self._schedule.table[self.runtime.pipeline.index]:

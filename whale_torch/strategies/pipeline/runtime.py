@@ -192,11 +192,11 @@ class PipelineRuntime(Runtime):
 
     def _counts(self, programs: list[Program], inputs: list[list[Tensor]]) -> Tensor:
         """The counts of the loss over this rank's micro-batches, and their number, float64."""
-        numbers: list[Tensor] = []
+        numbers: list[list[float]] = []
         for program, values in zip(programs, inputs, strict=True):
             found = [count.run(values, {}, {}, self.find)[1] for count in program.counts]
-            numbers.append(torch.tensor([*map(float, found), 1.0], dtype=torch.float64))
-        return torch.stack(numbers).sum(0)
+            numbers.append([*map(float, found), 1.0])
+        return torch.tensor(numbers, dtype=torch.float64).sum(0)
 
     def _meet(
         self, batch: Batch, counts: Tensor, rows: list[int], *, grad: bool, training: bool

@@ -7,7 +7,7 @@ see nothing until the user's backward, and an error leaves no trace.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -35,9 +35,13 @@ class StandIns:
         """The stand-in of a parameter."""
         return self._of[id(parameter)]
 
-    def gradients(self) -> list[Tensor | None]:
-        """What the schedule gave, in order of the parameters."""
-        return [self.of(p).grad for p in self.parameters]
+    def take(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+        """The gradients that gathered in the stand-ins of these; nothing but the list holds them afterwards."""
+        aliases = [self.of(p) for p in parameters]
+        grads = [alias.grad for alias in aliases]
+        for alias in aliases:
+            alias.grad = None
+        return grads
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
