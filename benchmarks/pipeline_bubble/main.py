@@ -129,8 +129,8 @@ def idle_share(seconds: float, shape: Shape, forward_s: float) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline_bubble", description=__doc__)
-    parser.add_argument("--forward-ms", type=float, default=20.0, help="of a stage (default %(default)s)")
-    add_arguments(parser, VARIANTS, steps=5)
+    parser.add_argument("--forward-ms", type=float, default=50.0, help="of a stage (default %(default)s)")
+    add_arguments(parser, VARIANTS, steps=4)
     options = parser.parse_args()
     forward_s = options.forward_ms / 1e3
     report = Report("pipeline_bubble", "The idle share of a pipeline's ranks is what its schedule's formula says.")
