@@ -280,6 +280,7 @@ def test_random_legal_tables_run_to_the_end(n: int, name: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["tied", "outputs"])
+@pytest.mark.matrix(keep=1)
 def test_stages_are_where_the_table_has_them(name: str) -> None:
     """The first and the last stage on one rank, the two between on the other; two pipelines, rows as tuples too."""
     inner = [("F", 1, 0), ("F", 2, 0), ("F", 1, 1), ["F", 2, 1], "B2.0", "B1.0", "B2.1", "B1.1"]
