@@ -25,7 +25,8 @@ def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> Non
             where=scope.site,
             fix="wh.replica(batch_dim=1) around the pipeline says which dim that is",
         )
-    if scope.get("balance") == "measured" and num_stages_of(scope) is None:
+    has_stages = any(annotation.kind == "stage" for graph in graphs for annotation in graph.annotations)
+    if scope.get("balance") == "measured" and (has_stages or num_stages_of(scope) is None):
         raise PlanError(
             f"{scope.call}: balance says how a pipeline is cut by count, and this one has wh.stage() scopes.",
             where=scope.site,
