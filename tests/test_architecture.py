@@ -62,6 +62,8 @@ PRIVATE_TORCH = {
     "torch._C.DisableTorchFunction": {"trace"},
     # Whether a backward may come again through the same graph, as torch's own ahead-of-time autograd asks.
     "torch._C._autograd._get_current_graph_task_keep_graph": {"comm"},
+    # Inside torch.func, whose tensors mean nothing outside.
+    "torch._C._are_functorch_transforms_active": {"strategies"},
     # Which backward runs: what one left behind when an error ended it belongs to no other.
     "torch._C._current_graph_task_id": {"strategies"},
     # Where F.cross_entropy and F.nll_loss go; every public way to see them costs Python at each other operation.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from whale_torch.by_name import annotate
 from whale_torch.capture import Scope, call_site
 from whale_torch.errors import AnnotationError
+from whale_torch.planning.schedules import NAMES, Rows, Schedule, from_table, validate
 
 __all__ = ["Scope", "annotate", "auto_parallel", "cpu_offload", "pipeline", "recompute", "replica", "split", "stage"]
 
@@ -165,7 +166,7 @@ def pipeline(
     *,
     num_micro_batches: int | None = None,
     num_stages: int | None = None,
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None,
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | Schedule | Rows | None = None,
     num_ranks: int | None = None,
     balance: Literal["modelled", "measured"] = "modelled",
     micro_batch_loss: Literal["mean"] | None = None,
@@ -178,7 +179,7 @@ def pipeline(
     *,
     num_micro_batches: int | None = None,
     num_stages: int | None = None,
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None,
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | Schedule | Rows | None = None,
     num_ranks: int | None = None,
     balance: Literal["modelled", "measured"] = "modelled",
     micro_batch_loss: Literal["mean"] | None = None,
@@ -190,7 +191,7 @@ def pipeline(
     *,
     num_micro_batches: int | None = None,
     num_stages: int | None = None,
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None,
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | Schedule | Rows | None = None,
     num_ranks: int | None = None,
     balance: Literal["modelled", "measured"] = "modelled",
     micro_batch_loss: Literal["mean"] | None = None,
@@ -212,13 +213,18 @@ def pipeline(
     balance: "measured" weighs modules, for `num_stages`, by the seconds that their forward and backward take on the
         sample inputs, each run by itself on this machine (the mean over ranks), which takes a few training steps' time.
     schedule: order of forwards and backwards; None is "1f1b", and "interleaved" where a rank has several stages.
+        "zero_bubble" computes the weight gradients of linear layers later, where a rank would wait. Or a table of one's
+        own with a row for each rank of the pipeline, ["F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1"]: "F0.3" or
+        ("F", 0, 3) is the forward of micro-batch 3 on stage 0, B a backward, I and W its input and weight part. It says
+        how many stages, ranks and micro-batches there are, and which rank runs which stage.
     num_ranks: ranks of one pipeline; None is the largest divisor of the world not above the number of stages.
     micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is not a mean over samples.
     batch_dim: for inputs of the model by name, the dim that counts samples, or None where an input has none; not
         followed yet (a plan says so): `wh.replica(batch_dim=1)` around the pipeline says the dim of all inputs.
 
-    Raises: AnnotationError for a value outside these, and for an illegal nesting; when planned, PlanError where ranks
-    do not divide, and for what no pipeline runs (own rows or a replica inside a stage, a split beside the stages,
+    Raises: AnnotationError for a value outside these, and for an illegal nesting; PlanError for a table that is not
+    complete or cannot run to its end; when planned, PlanError where ranks do not divide or a table says otherwise than
+    the scope, and for what no pipeline runs (own rows or a replica inside a stage, a split beside the stages,
     `sync_batch_norm=True`, `loss="sum"`); TraceError for a forward that cannot be recorded.
     Reference: Whale (arXiv 2011.09208), `pipeline`; the schedules in planning/schedules.
     """
@@ -283,6 +289,10 @@ def _is_batch_dims(value: object) -> bool:
     )
 
 
+def _is_table(value: object) -> bool:
+    return isinstance(value, (Schedule, Sequence))
+
+
 def _one_of(*choices: object) -> _Option:
     texts = [str(choice) if isinstance(choice, torch.dtype) else repr(choice) for choice in choices]
     return _Option(
@@ -298,6 +308,11 @@ _DIM_OR_DIMS = _Option(
     0,
     lambda value: _is_int(value, 0) or (value is not None and _is_batch_dims(value)),
     "a whole number, 0 or more, or a dict of input names to a dim (0 or more) or None",
+)
+_SCHEDULE = _Option(
+    None,
+    lambda value: value in (None, *NAMES) if value is None or isinstance(value, str) else _is_table(value),
+    f"None, {', '.join(map(repr, NAMES))}, or a table: one row of actions a rank",
 )
 _BATCH_DIMS = _Option(None, _is_batch_dims, "a dict of input names to a dim (0 or more) or None")
 
@@ -322,13 +337,25 @@ _OPTIONS: dict[str, dict[str, _Option]] = {
     "pipeline": {
         "num_micro_batches": _COUNT,
         "num_stages": _COUNT,
-        "schedule": _one_of(None, "gpipe", "1f1b", "interleaved", "zero_bubble"),
+        "schedule": _SCHEDULE,
         "num_ranks": _COUNT,
         "balance": _one_of("modelled", "measured"),
         "micro_batch_loss": _one_of(None, "mean"),
         "batch_dim": _BATCH_DIMS,
     },
 }
+
+
+def _frozen(name: str, value: object, site: str) -> object:
+    """An option as an annotation keeps it. Raises PlanError for a table that no pipeline can run."""
+    if isinstance(value, Mapping):
+        return tuple(sorted(value.items()))
+    if name != "schedule" or isinstance(value, str):
+        return value
+    if not isinstance(value, Schedule):
+        return from_table(cast(Rows, value), where=site)
+    validate(value, where=site)
+    return replace(value, name="table") if value.name in NAMES else value
 
 
 def _scope(kind: str, target: object, given: Mapping[str, object]) -> object:
@@ -343,6 +370,6 @@ def _scope(kind: str, target: object, given: Mapping[str, object]) -> object:
                 fix=f"give one of these, or leave {name} out (its default is {option.default!r}).",
             )
         if value != option.default:
-            options[name] = tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+            options[name] = _frozen(name, value, site)
     scope = Scope(kind, tuple(sorted(options.items())), site)
     return scope if target is None else scope(cast(Callable[..., object], target))

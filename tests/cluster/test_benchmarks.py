@@ -15,6 +15,7 @@ import benchmarks.bert_pipeline.main as bert
 import benchmarks.bert_pipeline.sizes as bert_sizes
 import benchmarks.classifier_split.main as classifier
 import benchmarks.overhead.main as overhead
+import benchmarks.pipeline_bubble.main as bubble
 import benchmarks.replica.main as replica
 import benchmarks.slides_table.main as slides
 from benchmarks.classifier_split.model import Task
@@ -124,6 +125,18 @@ def test_the_pipelines_of_bert_are_flat_data_parallelism() -> None:
         worst = max(errors[name] for _, errors, _ in results)
         assert worst < (3e-2 if name not in ("flat", "whale_dp") else 1e-4), name
     assert all(where["pipeline2"] for _, _, where in results)
+
+
+def _bubbles(rank: int, n: int, forward_s: float) -> Any:
+    return bubble._measure(rank, list(bubble.VARIANTS), bubble.Shape(n, n, 4), forward_s, STEPS, WARMUP)
+
+
+def test_the_pipelines_train_alike_and_are_idle_as_long_as_they_must() -> None:
+    shape, forward_s = bubble.Shape(2, 2, 4), 2e-3
+    summaries = summarize(world(2, _bubbles, forward_s))
+    for name, own in summaries.items():
+        assert own.loss_error(summaries["gpipe"].values) < 1e-5, name
+        assert bubble.idle_share(own.minimum_s, shape, forward_s) > shape.formula(name) - 0.01, name
 
 
 def test_the_command_lines() -> None:

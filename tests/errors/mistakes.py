@@ -456,6 +456,44 @@ def ranks_of_a_pipeline(rank: int, n: int) -> None:
 
 @mistake(
     P,
+    "A schedule that is not complete",
+    wh.PlanError,
+    r"schedule 'table': rank 1 never runs B1\.1 \(backward of micro-batch 1 on stage 1\)",
+    site=True,
+)
+def incomplete_table(rank: int, n: int) -> None:
+    """Every stage runs every micro-batch forward and backward, once."""
+    wh.pipeline(schedule=["F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1"])
+
+
+@mistake(
+    P,
+    "A schedule whose ranks wait for each other",
+    wh.PlanError,
+    r"schedule 'table': it cannot run to its end, 2 of 8 actions run\. rank 0, position 1: B0\.0 waits for B1\.0",
+    site=True,
+)
+def table_that_stops(rank: int, n: int) -> None:
+    """A backward needs the gradient of the next stage, a forward the output of the one before."""
+    wh.pipeline(schedule=["F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"])
+
+
+@mistake(
+    P,
+    "A schedule for more ranks than there are",
+    wh.PlanError,
+    r"the table has 3 rows, one for each rank of a pipeline, and 2 ranks are no multiple of it",
+    ranks=2,
+    site=True,
+)
+def table_of_many_ranks(rank: int, n: int) -> None:
+    """A row is one rank of a pipeline; more ranks are further pipelines."""
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    wh.parallelize(wh.pipeline(layers, schedule=["F0.0 B0.0", "F1.0 B1.0", "F2.0 B2.0"]))
+
+
+@mistake(
+    P,
     "Own rows inside a stage",
     wh.PlanError,
     r"wh\.split\(rows='own'\) of '1' is inside a stage, whose ranks all get the same micro-batch",

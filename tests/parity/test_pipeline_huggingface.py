@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -138,13 +138,19 @@ _CASES = {
 class _Both:
     """A pipelined model and its one-process twin, fed the same global batches."""
 
-    def __init__(self, name: str, prepare: Callable[[Any], None] = lambda model: None, **options: Any):
+    def __init__(
+        self,
+        name: str,
+        prepare: Callable[[Any], None] = lambda model: None,
+        schedule: Literal["zero_bubble"] | None = None,
+        **options: Any,
+    ):
         self.case = _CASES[name]
         self.model = self.case.build(**options)
         prepare(self.model)
         self.alone = copy.deepcopy(self.model)
         scopes = {pattern: wh.stage() for pattern in self.case.stages}
-        wh.annotate(self.model, scopes, inside=(wh.replica(), wh.pipeline(num_micro_batches=3)))
+        wh.annotate(self.model, scopes, inside=(wh.replica(), wh.pipeline(num_micro_batches=3, schedule=schedule)))
         wh.parallelize(self.model, timeout=60)
         self.index, count = wh.data_rank(self.model)
         self.rows = sum(ROWS[:count])
@@ -225,22 +231,35 @@ def test_autocast() -> None:
     assert max(world(3, _autocast, timeout=300)) < 5e-3
 
 
-def _recomputed(rank: int, n: int) -> tuple[list[float], int]:
+def _in_parts(rank: int, n: int, name: str) -> list[float]:
+    return _Both(name, schedule="zero_bubble").trained(2)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+@pytest.mark.parametrize("n", [3, 6])
+@pytest.mark.matrix(keep=0)
+def test_backwards_in_two_parts(name: str, n: int) -> None:
+    for errors in world(n, _in_parts, name, timeout=300):
+        assert max(errors) < BAR
+
+
+def _recomputed(rank: int, n: int, schedule: Literal["zero_bubble"] | None) -> tuple[list[float], int]:
     """Errors of a step, and how often an attention ran on this rank."""
 
     def recompute(model: Any) -> None:
         newer = getattr(model, "activation_checkpointing_enable", None)  # the name in newer versions
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
-    both = _Both("llama", prepare=recompute)
+    both = _Both("llama", prepare=recompute, schedule=schedule)
     ran: list[int] = []
     both.model.model.layers[rank].self_attn.register_forward_hook(lambda *_: ran.append(1))
     return both.trained(1), len(ran)
 
 
+@pytest.mark.parametrize("schedule", [None, "zero_bubble"])
 @pytest.mark.matrix(keep=0)
-def test_layers_that_recompute() -> None:
-    for errors, ran in world(3, _recomputed, timeout=300):
+def test_layers_that_recompute(schedule: Literal["zero_bubble"] | None) -> None:
+    for errors, ran in world(3, _recomputed, schedule, timeout=300):
         assert max(errors) < BAR
         assert ran == 6  # 3 micro-batches, each once more in backward
 

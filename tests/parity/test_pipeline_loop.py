@@ -60,8 +60,8 @@ def test_gradients_are_handed_over_and_not_copied(n: int) -> None:
     assert all(world(n, _handed_over))
 
 
-def _accumulated(rank: int, n: int, how: str) -> float:
-    both = _Both(rank)
+def _accumulated(rank: int, n: int, how: str, **options: Any) -> float:
+    both = _Both(rank, **options)
     for number in range(3):
         mine, whole = both.batch()
         if how == "no_sync" and number < 2:
@@ -202,19 +202,19 @@ def _dropped(rank: int, n: int, schedule: str) -> tuple[list[float], dict[str, l
 def test_dropout_depends_on_no_schedule_and_no_number_of_ranks() -> None:
     first = world(1, _dropped, "1f1b")[0]
     assert first[0][0] != first[0][1]
-    for n, schedule in ((1, "gpipe"), (2, "interleaved"), (3, "1f1b"), (3, "gpipe")):
+    for n, schedule in ((1, "gpipe"), (2, "interleaved"), (3, "1f1b"), (3, "zero_bubble")):
         for losses, gradients in world(n, _dropped, schedule):
             assert losses == pytest.approx(first[0], rel=1e-6)
             for name, values in gradients.items():
                 assert values == pytest.approx(first[1][name], rel=1e-4, abs=1e-7)
 
 
-def _frozen(rank: int, n: int, pattern: str) -> float:
+def _frozen(rank: int, n: int, pattern: str, **options: Any) -> float:
     def freeze(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name[0] not in pattern)
 
-    both = _Both(rank, prepare=freeze)
+    both = _Both(rank, prepare=freeze, **options)
     for _ in range(2):
         mine, whole = both.batch()
         both.model(**mine).backward()
@@ -229,8 +229,8 @@ def test_frozen_stages(pattern: str, n: int) -> None:
     assert max(world(n, _frozen, pattern)) < BAR
 
 
-def _autocast(rank: int, n: int) -> float:
-    both = _Both(rank)
+def _autocast(rank: int, n: int, **options: Any) -> float:
+    both = _Both(rank, **options)
     mine, whole = both.batch()
     with torch.autocast("cpu", torch.bfloat16):
         both.model(**mine).backward()
@@ -244,6 +244,23 @@ def _autocast(rank: int, n: int) -> float:
 @pytest.mark.matrix(keep=1)
 def test_autocast(n: int) -> None:
     assert max(world(n, _autocast)) < 5e-3  # beside the micro-batches one after the other, in bfloat16
+
+
+def _in_parts(rank: int, n: int, how: str) -> list[float]:
+    options = {"schedule": "zero_bubble"}
+    if how == "autocast":
+        return [_autocast(rank, n, **options) / 500]  # its bar is that much higher
+    if how == "frozen":
+        return [_frozen(rank, n, pattern, **options) for pattern in ("a", "b", "d", "ab", "abc")]
+    return [_accumulated(rank, n, how, **options)]
+
+
+@pytest.mark.parametrize("how", ["plain", "no_sync", "scaled", "autocast", "frozen"])
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.matrix(keep=0)
+def test_a_backward_in_two_parts_changes_nothing_of_it(how: str, n: int) -> None:
+    for errors in world(n, _in_parts, how):
+        assert max(errors) < BAR
 
 
 def _used(rank: int, n: int) -> list[str]:

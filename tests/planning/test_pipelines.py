@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +25,7 @@ from whale_torch.planning.balance import partition
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
+from whale_torch.planning.schedules import make
 from whale_torch.rehearsal import rehearse
 from whale_torch.strategies.runtime import runtime_of
 
@@ -324,11 +327,48 @@ def test_what_was_recorded_of_other_stages_is_left_out() -> None:
     assert again.pipeline is not None and len(again.pipeline.moved) == 2 and again.digest() == fitted.digest()
 
 
+TABLE = ("F0.0 F0.1 F3.0 B3.0 F3.1 B3.1 B0.0 B0.1", "F1.0 F2.0 F1.1 F2.1 B2.0 B1.0 B2.1 B1.1")
+
+
+def test_a_table_is_planned_as_it_is_written() -> None:
+    cluster, model = wh.Cluster.of(1, 4), chain(schedule=[row.split() for row in TABLE])
+    plan = wh.plan(model, cluster=cluster, sample_inputs=batch(8))
+    pipeline = plan.pipeline
+    assert pipeline is not None and pipeline.table == TABLE and pipeline.schedule == "table"
+    assert (pipeline.num_ranks, pipeline.num_micro_batches) == (2, 2)
+    assert [pipeline.place_of(stage) for stage in range(4)] == [0, 1, 1, 0]
+    assert pipeline.stages_at(0) == (0, 3) and pipeline.order(1).rows == (
+        "F0.0 F3.0 B3.0 B0.0",
+        "F1.0 F2.0 B2.0 B1.0",
+    )
+    text = str(plan)
+    assert "schedule table, 2 micro-batches" in text and "simulated" in text
+    assert "schedule=Schedule(table: 4 stages on 2 ranks, 2 micro-batches)" in text
+    rows = [line.split() for line in text.splitlines() if re.match(r"  \d +[abcd] +\d", line)]
+    assert [row[5:] for row in rows] == [["0-1", "3"], ["2-3", "4"], ["2-3", "4"], ["0-1", "3"]]
+    assert Plan.from_json(plan.to_json()) == plan and check_fit(Plan.from_json(plan.to_json()), model, cluster) == plan
+    with pytest.raises(wh.PlanError, match=r"with another table in the saved plan"):
+        check_fit(plan, chain(schedule=[TABLE[1].replace("F1.0 F2.0 F1.1", "F1.0 F1.1 F2.0"), TABLE[0]]), cluster)
+    copied = wh.plan(copy.deepcopy(model), cluster=cluster, sample_inputs=batch(8))
+    assert copied == plan and pickle.loads(pickle.dumps(plan)) == plan and hash(copied.pipeline) == hash(pipeline)
+
+
+def test_a_table_says_how_many_stages_there_are() -> None:
+    plan = wh.plan(wh.pipeline(Chain(), schedule=make("1f1b", 2, 3)), cluster=wh.Cluster.of(1, 2))
+    assert plan.pipeline is not None and plan.pipeline.stages == (("a", "b"), ("c", "d"))
+    assert plan.pipeline.schedule == "table" and plan.pipeline.num_micro_batches == 3
+
+
+def tabled(data: dict[str, Any]) -> None:
+    data["pipeline"].update(schedule="mine", table=list(TABLE), num_micro_batches=2)
+
+
 EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "micro-batches": pipeline_of(num_micro_batches=2),
     "schedule": pipeline_of(schedule="gpipe"),
     "stages": pipeline_of(stages=[["a", "b"], ["c"], ["d"]]),
     "placement": inner,
+    "table": tabled,
 }
 
 
@@ -367,6 +407,16 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "schedule": (
         pipeline_of(schedule="dualpipe"),
         r"schedule is 'dualpipe'.*\n.*gpipe, 1f1b, interleaved, zero_bubble",
+    ),
+    "a name that has no table": (pipeline_of(schedule="mine"), r"or the name of the rows in its `table`"),
+    "a table under another's name": (pipeline_of(table=list(TABLE)), r"is '1f1b', and it has a table, which is run"),
+    "ranks of a table": (
+        pipeline_of(schedule="mine", table=list(TABLE)),
+        r"table has actions of 2 ranks, and its pipeline has 4",
+    ),
+    "a table that stops": (
+        pipeline_of(schedule="mine", table=["B0.0 F0.0"]),
+        r"schedule 'mine': it cannot run to its end",
     ),
     "ranks": (pipeline_of(num_ranks=3), r"have 3 ranks, 4 stages and 8 ranks to run on"),
     "more ranks than stages": (pipeline_of(num_ranks=8), r"have 8 ranks, 4 stages and 8 ranks to run on"),
@@ -453,6 +503,26 @@ UNRUN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "other than so many stages": (
         lambda: chain(num_stages=3),
         r"num_stages=3\) asks for 3 stages, and 4 wh\.stage\(\) scopes are inside",
+    ),
+    "a table for other stages": (
+        lambda: chain(schedule=make("1f1b", 2, 2)),
+        r"the table has actions of 2 stages, and 4 of them are inside",
+    ),
+    "a table and another number of micro-batches": (
+        lambda: chain(schedule=TABLE, num_micro_batches=8),
+        r"num_micro_batches is 8, and the table has 2 micro-batches",
+    ),
+    "a table and another number of ranks": (
+        lambda: chain(schedule=TABLE, num_ranks=4),
+        r"num_ranks is 4, and the table has 2 rows, one a rank",
+    ),
+    "a table and another number of stages": (
+        lambda: wh.pipeline(Chain(), schedule=TABLE, num_stages=2),
+        r"num_stages is 2, and the table has 4 stages",
+    ),
+    "a table for ranks that do not divide": (
+        lambda: chain(schedule=("F0.0 B0.0", "F1.0 B1.0", "F2.0 F3.0 B3.0 B2.0")),
+        r"the table has 3 rows, one for each rank of a pipeline, and 8 ranks are no multiple of it",
     ),
     "no stages": (lambda: wh.pipeline(Chain()), r"wh\.pipeline\(\) holds no wh\.stage\(\)"),
     "two pipelines": (

@@ -10,21 +10,18 @@ the most even one, and among those the one whose largest stage has the fewest by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
-from whale_torch.errors import PlanError, WhaleError
-from whale_torch.planning.pipelines import topmost
+from whale_torch.errors import PlanError
+from whale_torch.planning.flops import measure
+from whale_torch.planning.pipelines import PipelinePlan, topmost
 from whale_torch.planning.recording import arguments
 from whale_torch.planning.taskgraph import TaskGraph
-from whale_torch.trace.twin import Twin
 
 __all__ = ["balanced_stages", "partition"]
 
@@ -36,33 +33,25 @@ _CONTAINERS = (
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Modules by name, of one forward: when each was first called, and its floating-point operations."""
-
-    order: dict[str, int]
-    flops: dict[str, int]
-
-
 def balanced_stages(
     model: nn.Module,
     graphs: Sequence[TaskGraph],
     scope: Annotation,
     cluster: Cluster,
-    num_ranks: int,
+    asked: PipelinePlan,
     inputs: Any = None,
     seconds: Mapping[str, float] | None = None,
 ) -> tuple[list[list[str]], str]:
-    """Module names of as many stages as the scope asks for, and in words how they were found.
+    """Module names of as many stages as are asked for, and in words how they were found.
 
     With sample inputs modules are taken in the order in which a forward calls them, and weighed by its floating-point
     operations; without, in the order of registration and by parameters. seconds: of modules by name, to weigh them by
     instead. Raises PlanError where there are fewer modules than stages, or where no cut keeps parameters and gradients
     within the memory of the cluster's ranks.
     """
-    num_stages = int(str(scope.get("num_stages")))
+    num_stages = asked.num_stages
     roots = topmost([name for graph in graphs if scope in graph.annotations for name in graph.modules])
-    measured, why = _measure(model, inputs)
+    measured, why = (None, "") if inputs is None else measure(model, *arguments(inputs))
     by_flops = measured is not None and any(measured.flops.get(name) for name in measured.flops)
     modules = dict(model.named_modules())
 
@@ -87,7 +76,7 @@ def balanced_stages(
         )
     times = [time(name) for name in names]
     sizes = [sum(p.numel() * p.element_size() for p in modules[name].parameters()) for name in names]
-    ends = _cut(times, sizes, num_stages, _most_bytes(cluster, num_stages, num_ranks), scope)
+    ends = _cut(times, sizes, num_stages, _most_bytes(cluster, asked), scope)
     starts = [0, *ends[:-1]]
     stages = [_whole(names[start:end], opened) for start, end in zip(starts, ends, strict=True)]
     largest = max(sum(times[start:end]) for start, end in zip(starts, ends, strict=True))
@@ -95,37 +84,6 @@ def balanced_stages(
     what = what if seconds is None else "measured seconds of forward and backward"
     over = largest * num_stages / sum(times) if sum(times) else 1.0
     return stages, f"balanced by {what}{why}: the largest stage has {over:.2f} of an even share"
-
-
-def _measure(model: nn.Module, inputs: Any) -> tuple[_Measured | None, str]:
-    """One forward without memory; None without inputs, or, and in words why, where it cannot run so."""
-    if inputs is None:
-        return None, ""
-    twin = Twin.of(model, torch.device("cpu"))
-    twin.module.train()
-    args, kwargs = twin.inputs(arguments(inputs))
-    counter = FlopCounterMode(display=False)
-    found = _Measured({}, {})
-    begun: list[int] = []
-    for name, module in twin.module.named_modules():
-
-        def before(*_: Any, name: str = name) -> None:
-            found.order.setdefault(name, len(found.order))
-            begun.append(counter.get_total_flops())
-
-        def after(*_: Any, name: str = name) -> None:
-            found.flops[name] = found.flops.get(name, 0) + counter.get_total_flops() - begun.pop()
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
-    try:
-        with torch.random.fork_rng(devices=[]), twin.fake, counter:
-            twin.module(*args, **kwargs)
-    except WhaleError:
-        raise
-    except Exception as error:  # the model is the user's: whatever it raises without values says so
-        return None, f" (its forward does not run without values: {type(error).__name__})"
-    return found, ""
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -191,11 +149,11 @@ def _in_order(names: list[str], order: Mapping[str, int]) -> list[str]:
     return [name for _, name in sorted(zip(keys, names, strict=True), key=lambda pair: pair[0])]
 
 
-def _most_bytes(cluster: Cluster, num_stages: int, num_ranks: int) -> int | None:
+def _most_bytes(cluster: Cluster, asked: PipelinePlan) -> int | None:
     """Parameters of a stage such that those of a rank, and as many gradients, fit its memory."""
     if cluster.memory_bytes is None:
         return None
-    return int(cluster.memory_bytes // (2 * -(-num_stages // num_ranks)))
+    return cluster.memory_bytes // (2 * max(len(asked.stages_at(place)) for place in range(asked.num_ranks)))
 
 
 def _cut(times: list[int], sizes: list[int], num_stages: int, most: int | None, scope: Annotation) -> list[int]:

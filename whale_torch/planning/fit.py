@@ -25,9 +25,9 @@ _WIRES = ("float32", "bfloat16", "float16")
 def check_fit(plan: Plan, model: nn.Module, cluster: Cluster, default: tuple[Annotation, ...] = ()) -> Plan:
     """The plan, with byte counts of what it now says, if it can be applied to this model on these ranks.
 
-    Widths, buckets, wire dtypes, all-reduce algorithms, and of a pipeline its stages' modules, schedule and number of
-    micro-batches may have been edited. Raises PlanError, naming both values, for a plan of another cluster, model or
-    annotations, and for an edit that cannot be carried out.
+    Widths, buckets, wire dtypes, all-reduce algorithms, and of a pipeline its stages' modules, schedule or table and
+    number of micro-batches may have been edited. Raises PlanError, naming both values, for a plan of another cluster,
+    model or annotations, and for an edit that cannot be carried out.
     """
     if plan.cluster.ranks_of_nodes != cluster.ranks_of_nodes:
         raise PlanError(
@@ -74,8 +74,9 @@ def _check_scopes(plan: Plan, model: nn.Module, default: tuple[Annotation, ...])
     for graph in here:
         for name in graph.modules:
             other = planned.pop(name, None)
-            if other is None or _scopes(other) != _scopes(graph):
+            if other is None or _options(other) != _options(graph):
                 there = "no scope of its own" if other is None else _scopes(other) or "no scope"
+                there += ", with another table" if other is not None and _scopes(other) == _scopes(graph) else ""
                 raise PlanError(
                     f"module '{name}' is under {_scopes(graph) or 'no scope'} here "
                     f"and under {there} in the saved plan.",
@@ -89,6 +90,10 @@ def _check_scopes(plan: Plan, model: nn.Module, default: tuple[Annotation, ...])
             where=graph.site,
             fix=_ANEW,
         )
+
+
+def _options(graph: TaskGraph) -> list[tuple[str, tuple[tuple[str, object], ...]]]:
+    return [(annotation.kind, annotation.options) for annotation in graph.annotations]
 
 
 def _scopes(graph: TaskGraph) -> str:

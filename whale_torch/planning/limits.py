@@ -10,7 +10,8 @@ from whale_torch.annotation import Annotation
 from whale_torch.errors import PlanError
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.pipelines import PipelinePlan
-from whale_torch.planning.schedules import NAMES
+from whale_torch.planning.schedules import NAMES, from_table
+from whale_torch.planning.tables import num_stages_of
 from whale_torch.planning.taskgraph import TaskGraph
 
 __all__ = ["check_pipeline", "check_pipeline_scopes", "check_ties"]
@@ -24,7 +25,8 @@ def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> Non
             where=scope.site,
             fix="wh.replica(batch_dim=1) around the pipeline says which dim that is",
         )
-    if scope.get("balance") == "measured" and scope.get("num_stages") is None:
+    has_stages = any(annotation.kind == "stage" for graph in graphs for annotation in graph.annotations)
+    if scope.get("balance") == "measured" and (has_stages or num_stages_of(scope) is None):
         raise PlanError(
             f"{scope.call}: balance says how a pipeline is cut by count, and this one has wh.stage() scopes.",
             where=scope.site,
@@ -104,8 +106,11 @@ def check_ties(pipeline: PipelinePlan, model: nn.Module, shards: dict[str, Shard
 def check_pipeline(pipeline: PipelinePlan, model: nn.Module, world: int) -> None:
     """Raises PlanError for a pipeline, of a plan that was edited, that cannot be carried out on this model."""
     ranks, number = pipeline.num_ranks, pipeline.num_micro_batches
-    if pipeline.schedule not in NAMES:
-        raise PlanError(f"the plan's schedule is {pipeline.schedule!r}.", fix=f"it is one of {', '.join(NAMES)}")
+    if not pipeline.table and pipeline.schedule not in NAMES:
+        raise PlanError(
+            f"the plan's schedule is {pipeline.schedule!r}.",
+            fix=f"it is one of {', '.join(NAMES)}, or the name of the rows in its `table`",
+        )
     if type(number) is not int or number < 1:
         raise PlanError(f"the plan's pipeline has {number!r} micro-batches.", fix="1 or more")
     if type(ranks) is not int or not 1 <= ranks <= pipeline.num_stages or world % ranks:
@@ -113,6 +118,8 @@ def check_pipeline(pipeline: PipelinePlan, model: nn.Module, world: int) -> None
             f"the plan's pipelines have {ranks!r} ranks, {pipeline.num_stages} stages and {world} ranks to run on.",
             fix="num_ranks divides the ranks and is at most the number of stages",
         )
+    if pipeline.table:
+        _check_table(pipeline)
     if pipeline.micro_batch_loss not in (None, "mean"):
         raise PlanError(f"the plan's micro_batch_loss is {pipeline.micro_batch_loss!r}.", fix='it is null or "mean"')
     _check_stages(pipeline, model)
@@ -122,6 +129,26 @@ def check_pipeline(pipeline: PipelinePlan, model: nn.Module, world: int) -> None
             raise PlanError(
                 f"the plan says that stages {list(stages)} of {pipeline.num_stages} use the parameter '{name}'.",
                 fix="leave out what was recorded: an empty list of `elsewhere`",
+            )
+
+
+def _check_table(pipeline: PipelinePlan) -> None:
+    """The rows are a schedule of as many stages, ranks and micro-batches as the plan says."""
+    if pipeline.schedule in NAMES:
+        raise PlanError(
+            f"the plan's schedule is {pipeline.schedule!r}, and it has a table, which is run instead.",
+            fix=f'empty `table` for {pipeline.schedule!r}, or call the schedule "table"',
+        )
+    found = from_table(pipeline.table, name=pipeline.schedule)
+    for what, number, asked in (
+        ("stages", found.num_stages, pipeline.num_stages),
+        ("ranks", found.num_ranks, pipeline.num_ranks),
+        ("micro-batches", found.num_micro_batches, pipeline.num_micro_batches),
+    ):
+        if number != asked:
+            raise PlanError(
+                f"the plan's table has actions of {number} {what}, and its pipeline has {asked}.",
+                fix="edit both alike: one row a rank, and actions of every stage and micro-batch",
             )
 
 

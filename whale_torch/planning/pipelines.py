@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from torch import nn
@@ -13,6 +13,8 @@ from torch import nn
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
+from whale_torch.planning.schedules import Schedule, from_table, make
+from whale_torch.planning.tables import check_table, num_stages_of, table_of
 from whale_torch.planning.taskgraph import TaskGraph
 from whale_torch.trace.tracer import Leaf
 
@@ -56,15 +58,17 @@ class Links:
 class PipelinePlan:
     """A pipeline.
 
-    stages: names of the topmost modules of each. num_ranks: ranks of one pipeline; stage s is on its
-    (s % num_ranks)-th. inner: whether the ranks of one pipeline are neighbours, or the ranks of one stage.
+    stages: names of the topmost modules of each. num_ranks: ranks of one pipeline. schedule: its name. table: the
+    user's own rows, one a rank, which also say where a stage is; without them stage s is on the (s % num_ranks)-th.
+    inner: whether the ranks of one pipeline are neighbours, or the ranks of one stage.
     micro_batch_loss: "mean" takes the mean of micro-batches' losses where they are no sums over samples. site: the
     user's line. chosen: how the planner found the stages, "" where scopes say them.
 
     Predicted, no part of the decision: stage_parameters, stage_bytes: of each stage. moved, output_bytes: of a
-    training step on sample inputs; the second is what every rank gets of a model without a loss. elsewhere: stages of
-    parameters that a recording saw on others than their names say. links: of this placement and of the other one.
-    recorded: the `digest` of the stages that all but the first two are of, "" where nothing was recorded.
+    training step on sample inputs; the second is what every rank gets of a model without a loss. stage_flops: of the
+    stages' modules in its forward. elsewhere: stages of parameters that a recording saw on others than their names say.
+    links: of this placement and of the other one. recorded: the `digest` of the stages that all but the first two are
+    of, "" where nothing was recorded.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -74,11 +78,13 @@ class PipelinePlan:
     inner: bool
     micro_batch_loss: str | None
     site: str
+    table: tuple[str, ...] = ()
     chosen: str = ""
     stage_parameters: tuple[int, ...] = ()
     stage_bytes: tuple[int, ...] = ()
     moved: tuple[Moved, ...] = ()
     output_bytes: int = 0
+    stage_flops: tuple[int, ...] = ()
     elsewhere: tuple[tuple[str, tuple[int, ...]], ...] = ()
     links: tuple[Links, ...] = ()
     recorded: str = ""
@@ -92,7 +98,7 @@ class PipelinePlan:
         """The same without what was recorded of other stages."""
         if self.recorded == self.digest:
             return self
-        return replace(self, moved=(), output_bytes=0, elsewhere=(), links=(), recorded="")
+        return replace(self, moved=(), output_bytes=0, stage_flops=(), elsewhere=(), links=(), recorded="")
 
     @property
     def num_stages(self) -> int:
@@ -100,9 +106,18 @@ class PipelinePlan:
 
     def place_of(self, stage: int) -> int:
         """The rank of a pipeline, counted from its first, that runs a stage."""
-        return stage % self.num_ranks
+        return self.order().rank_of(stage) if self.table else stage % self.num_ranks
 
-    @cached_property
+    def stages_at(self, place: int) -> tuple[int, ...]:
+        """The stages that a rank of a pipeline runs, ascending."""
+        return tuple(stage for stage in range(self.num_stages) if self.place_of(stage) == place)
+
+    def order(self, num_micro_batches: int | None = None) -> Schedule:
+        """Who runs what when, for a batch of fewer micro-batches, or of all."""
+        number = self.num_micro_batches if num_micro_batches is None else num_micro_batches
+        return _order(self.schedule, self.num_stages, number, self.num_ranks, self.table)
+
+    @functools.cached_property
     def _stage_of_root(self) -> dict[str, int]:
         return {name: stage for stage, names in enumerate(self.stages) for name in names}
 
@@ -130,6 +145,13 @@ class PipelinePlan:
                 if parameter is not None:
                     found[first[id(parameter)]].add(before)
         return {name: tuple(sorted(stages)) for name, stages in found.items()} | dict(self.elsewhere)
+
+
+@functools.lru_cache(maxsize=256)
+def _order(name: str, num_stages: int, num_micro_batches: int, num_ranks: int, table: tuple[str, ...]) -> Schedule:
+    if not table:
+        return make(name, num_stages, num_micro_batches, num_ranks)
+    return from_table(table, name=name).first(num_micro_batches)
 
 
 def leaf_of(plan: PipelinePlan) -> Leaf:
@@ -172,15 +194,20 @@ def plan_pipeline(
 
     The ranks of one stage are neighbours: where a plan is told what goes from stage to stage, it may choose otherwise.
     """
-    num_ranks = _num_ranks(scope, len(stages), cluster.num_ranks)
-    schedule = scope.get("schedule")
-    if schedule is None:
-        schedule = "1f1b" if len(stages) <= num_ranks else "interleaved"
+    table = table_of(scope)
+    if table is None:
+        num_ranks = _num_ranks(scope, len(stages), cluster.num_ranks)
+        name = str(scope.get("schedule") or ("1f1b" if len(stages) <= num_ranks else "interleaved"))
+        num_micro_batches = int(str(scope.get("num_micro_batches", DEFAULT_MICRO_BATCHES)))
+    else:
+        check_table(table, scope, len(stages), cluster.num_ranks)
+        num_ranks, num_micro_batches, name = table.num_ranks, table.num_micro_batches, table.name
     return PipelinePlan(
         stages=tuple(tuple(names) for names in stages),
         num_ranks=num_ranks,
-        num_micro_batches=int(str(scope.get("num_micro_batches", DEFAULT_MICRO_BATCHES))),
-        schedule=str(schedule),
+        num_micro_batches=num_micro_batches,
+        schedule=name,
+        table=() if table is None else table.rows,
         inner=False,
         micro_batch_loss=None if scope.get("micro_batch_loss") is None else str(scope.get("micro_batch_loss")),
         site=scope.site,
@@ -198,7 +225,7 @@ def annotated_stages(graphs: Sequence[TaskGraph], scope: Annotation) -> tuple[tu
         entry = next((a.entry for a in graph.annotations if a.kind == "stage"), None)
         if entry is not None:
             found.setdefault(entry, []).extend(graph.modules)
-    asked = scope.get("num_stages")
+    asked = num_stages_of(scope)
     if not found and asked is None:
         raise PlanError(
             f"{scope.call} holds no wh.stage().",
@@ -206,7 +233,7 @@ def annotated_stages(graphs: Sequence[TaskGraph], scope: Annotation) -> tuple[tu
             fix="put modules into `with wh.stage():` scopes inside it, one a stage, or say how many: "
             "wh.pipeline(num_stages=4)",
         )
-    if found and asked is not None and asked != len(found):
+    if found and scope.get("num_stages") not in (None, len(found)):
         raise PlanError(
             f"{scope.call} asks for {asked} stages, and {len(found)} wh.stage() scopes are inside.",
             where=scope.site,

@@ -18,14 +18,19 @@ from whale_torch.planning.pipelines import Links, Moved, PipelinePlan
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.render import render
 from whale_torch.planning.rules import Cut
+from whale_torch.planning.schedules import Schedule, Timeline, draw
 from whale_torch.planning.taskgraph import TaskGraph
+from whale_torch.planning.timing import timeline_of
 
 __all__ = ["GatherRecord", "Plan", "Reduce", "Traffic"]
 
 _FORMAT = 2
 # Byte counts, which differ between ranks that bring other batches.
 _PREDICTED = ("traffic", "rows_per_rank", "assumption", "parameter_bytes", "gradient_bytes")
-_PREDICTED_OF_PIPELINES = ("stage_parameters", "stage_bytes", "moved", "output_bytes", "elsewhere", "links", "recorded")
+_PREDICTED_OF_PIPELINES = (
+    *("stage_parameters", "stage_bytes", "stage_flops"),
+    *("moved", "output_bytes", "elsewhere", "links", "recorded"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,22 @@ class Plan:
             name = name.rpartition(".")[0]
         return self._graph_of_root[name]
 
+    def timeline(self) -> Timeline:
+        """When each rank of a pipeline runs what in a training step, simulated; print it, or draw it.
+
+        Stages take as long as their floating-point operations where the plan was made with sample inputs, else equally
+        long; a backward is two forwards. Times are seconds, with messages, where the cluster's rates are known, else
+        forwards of an average stage. Raises PlanError where the plan has no pipeline.
+        """
+        return timeline_of(self)
+
+    def draw(self, path: str | Path) -> None:
+        """Draws the time line into a file: .svg, .png (by matplotlib), .txt, or .json for chrome://tracing or Perfetto.
+
+        Raises PlanError for another ending, without matplotlib, and where the plan has no pipeline.
+        """
+        draw(self.timeline(), path)
+
     def digest(self) -> str:
         """A hash of the decision: equal on every rank that decided the same, whatever it predicts for its own batch."""
         data = json.loads(self.to_json())
@@ -261,8 +282,10 @@ def _pipeline_from_json(data: dict[str, Any] | None) -> PipelinePlan | None:
         return None
     read: dict[str, Any] = {
         "stages": tuple(tuple(names) for names in data["stages"]),
+        "table": tuple(data.get("table", ())),
         "stage_parameters": tuple(data["stage_parameters"]),
         "stage_bytes": tuple(data["stage_bytes"]),
+        "stage_flops": tuple(data.get("stage_flops", ())),
         "moved": tuple(Moved(**moved) for moved in data["moved"]),
         "elsewhere": tuple((name, tuple(stages)) for name, stages in data["elsewhere"]),
         "links": tuple(Links(**links) for links in data["links"]),
@@ -275,10 +298,14 @@ def _batch_dim_from_json(value: Any) -> int | tuple[tuple[str, int | None], ...]
 
 
 def _option_to_json(value: object) -> object:
+    if isinstance(value, Schedule):
+        return {"schedule": value.to_dict()}
     return {"dtype": str(value).removeprefix("torch.")} if isinstance(value, torch.dtype) else value
 
 
 def _option_from_json(value: Any) -> Any:
+    if isinstance(value, dict) and "schedule" in value:
+        return Schedule.from_dict(value["schedule"])
     if isinstance(value, dict):
         return getattr(torch, value["dtype"])
     return tuple(tuple(v) if isinstance(v, list) else v for v in value) if isinstance(value, list) else value

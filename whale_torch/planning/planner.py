@@ -24,6 +24,7 @@ from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.recording import record_step
 from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles, own_plans
+from whale_torch.planning.tables import num_stages_of
 from whale_torch.planning.taskgraph import Grouping, TaskGraph, group_modules
 
 __all__ = ["make_plan", "measured_at"]
@@ -81,8 +82,8 @@ def _plan_pipeline(
     stages: Sequence[Sequence[str]] = annotated_stages(graphs, scope)
     chosen = ""
     if not stages:
-        asked = plan_pipeline(scope, [()] * int(str(scope.get("num_stages"))), cluster)
-        stages, chosen = balanced_stages(model, graphs, scope, cluster, asked.num_ranks, sample_inputs, seconds)
+        asked = plan_pipeline(scope, [()] * (num_stages_of(scope) or 0), cluster)
+        stages, chosen = balanced_stages(model, graphs, scope, cluster, asked, sample_inputs, seconds)
     pipeline = plan_pipeline(scope, stages, cluster, chosen=chosen)
     dim = one_option(graphs, "batch_dim", 0)
     return pipeline if sample_inputs is None else record_step(model, pipeline, sample_inputs, dim)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.errors import PlanError, WhaleError
-from whale_torch.planning.pipelines import Moved, PipelinePlan, leaf_of
+from whale_torch.planning.flops import Measured, measure
+from whale_torch.planning.pipelines import Moved, PipelinePlan, leaf_of, topmost
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Graph, Node, nodes_in, tensors_in
 from whale_torch.trace.program import StageProgram
@@ -34,7 +35,7 @@ def count_rows(inputs: Any, dim: int) -> int:
 
 
 def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int) -> PipelinePlan:
-    """The pipeline with what a step on these inputs moves between its stages, and which of them use a parameter.
+    """The pipeline with what a step on these inputs computes and moves, and which stages use a parameter.
 
     dim: the one that counts samples. The model is left alone. Raises TraceError for a forward that cannot
     be recorded, PlanError for one that fails.
@@ -58,14 +59,25 @@ def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int)
             for source, nodes in program.receives.items():
                 activations[source, program.index] += times * _bytes_of(nodes)
                 gradients[source, program.index] += times * _bytes_of(n for n in nodes if n.value.requires_grad)
+    measured, _ = measure(model, args, kwargs)
     moved = [Moved(*edge, size, gradients[edge]) for edge, size in sorted(activations.items())]
     return replace(
         pipeline,
         moved=tuple(moved),
+        stage_flops=() if measured is None else tuple(_flops(names, measured) for names in pipeline.stages),
         output_bytes=output_bytes,
         elsewhere=tuple(_elsewhere(model, pipeline, programs)),
         recorded=pipeline.digest,
     )
+
+
+def _flops(names: Sequence[str], measured: Measured) -> int:
+    """Of modules, or of what is called inside those that are not called themselves."""
+    total = 0
+    for name in names:
+        inside = [name] if name in measured.flops else [n for n in measured.flops if n.startswith(f"{name}.")]
+        total += sum(measured.flops[n] for n in topmost(inside))
+    return total
 
 
 def _record(

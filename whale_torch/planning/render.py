@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from whale_torch.planning.schedules import bubble_formula, make, simulate
+from whale_torch.planning.schedules import bubble_formula, simulate
 
 if TYPE_CHECKING:
     from whale_torch.planning.pipelines import Links, PipelinePlan
@@ -186,7 +186,7 @@ def _pipeline(plan: Plan) -> list[str]:
     if pipeline is None:
         return []
     stages, ranks, batches = pipeline.num_stages, pipeline.num_ranks, pipeline.num_micro_batches
-    kept = make(pipeline.schedule, stages, batches, ranks).peak_in_flight
+    kept = pipeline.order().peak_in_flight
     device = plan.device("replica")
     rows = []
     for stage, names in enumerate(pipeline.stages):
@@ -206,7 +206,7 @@ def _pipeline(plan: Plan) -> list[str]:
     order = f"schedule {pipeline.schedule}, {_counted(batches, 'micro-batch')}"
     title = f"The pipeline, {_counted(stages, 'stage')} on {of} ({pipeline.site}): {order}:"
     table = _table(title, ["stage", "modules", "parameters", "bytes", "on ranks", "micro-batches kept"], rows)
-    notes = [f"({_idle(pipeline)})"]
+    notes = [f"({_idle(plan, pipeline)})"]
     if pipeline.chosen:
         notes.append(f"The stages are {pipeline.chosen}.")
     if pipeline.links:
@@ -217,15 +217,17 @@ def _pipeline(plan: Plan) -> list[str]:
     return [*table, *(line for note in notes for line in _wrapped(note))]
 
 
-def _idle(pipeline: PipelinePlan) -> str:
+def _idle(plan: Plan, pipeline: PipelinePlan) -> str:
     """The bubble, by the papers' formula, else by a simulation."""
     sizes = (pipeline.num_stages, pipeline.num_micro_batches, pipeline.num_ranks)
-    share = bubble_formula(pipeline.schedule, *sizes)
+    share = None if pipeline.table else bubble_formula(pipeline.schedule, *sizes)
     how = "by formula"
     if share is None:
-        share, how = simulate(make(pipeline.schedule, *sizes)).bubble_share, "simulated"
+        share, how = simulate(pipeline.order()).bubble_share, "simulated"
     kept = "micro-batches kept: those that a rank keeps activations of at once, at most, counted once a stage"
-    return f"a rank is idle {share:.1%} of a step, {how}, where stages take equally long; {kept}"
+    line = plan.timeline() if any(pipeline.stage_flops) else None
+    here = f", and {line.bubble_share:.1%} with what these compute" if line else ""
+    return f"a rank is idle {share:.1%} of a step, {how}, where stages take equally long{here}; {kept}"
 
 
 _PLACED = {

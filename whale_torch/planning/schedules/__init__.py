@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from whale_torch.planning.schedules.actions import Action, Edges, Schedule
-from whale_torch.planning.schedules.draw import chrome_trace, draw, draw_png, draw_svg, draw_text
+from whale_torch.planning.schedules.actions import Action, Edges, Rows, Schedule
+from whale_torch.planning.schedules.draw import chrome_trace, draw, draw_png, draw_svg
 from whale_torch.planning.schedules.generate import NAMES, gpipe, interleaved, make, one_f_one_b, zero_bubble
 from whale_torch.planning.schedules.simulate import Costs, Message, Timeline, simulate
+from whale_torch.planning.schedules.text import draw_text
 from whale_torch.planning.schedules.theory import bubble_formula
 from whale_torch.planning.schedules.validate import from_table, validate
 
@@ -15,6 +16,7 @@ __all__ = [
     "Costs",
     "Edges",
     "Message",
+    "Rows",
     "Schedule",
     "Timeline",
     "bubble_formula",

@@ -107,7 +107,7 @@ class Edges:
         return [Result("activation", stage, micro_batch), *back]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """Which rank runs what, in which order; when follows from the costs (simulate).
 
@@ -119,6 +119,12 @@ class Schedule:
     num_micro_batches: int
     num_ranks: int
     table: Table
+
+    def __hash__(self) -> int:  # without the table, which may be long: annotations are hashed often
+        return hash((self.name, self.num_stages, self.num_micro_batches, self.num_ranks))
+
+    def __repr__(self) -> str:
+        return f"Schedule({self})"
 
     def __str__(self) -> str:
         return (
@@ -168,6 +174,26 @@ class Schedule:
         """The forwards in their order: what evaluation runs."""
         return replace(self, table=tuple(tuple(a for a in row if a.kind == "F") for row in self.table))
 
+    def forwards_first(self) -> Schedule:
+        """All forwards of a rank in their order, then all backwards in theirs, each whole: for a loss outside."""
+        rows = []
+        for row in self.table:
+            backwards = [Action("B", a.stage, a.micro_batch) for a in row if a.kind in ("B", "I")]
+            rows.append((*(a for a in row if a.kind == "F"), *backwards))
+        return replace(self, table=tuple(rows))
+
+    def first(self, num_micro_batches: int) -> Schedule:
+        """The same without later micro-batches: what is left keeps its order, which needs nothing of theirs."""
+        if num_micro_batches >= self.num_micro_batches:
+            return self
+        rows = tuple(tuple(a for a in row if a.micro_batch < num_micro_batches) for row in self.table)
+        return replace(self, num_micro_batches=num_micro_batches, table=rows)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The table as a person writes it: "F0.0 F0.1 B0.0 B0.1", one a rank."""
+        return tuple(" ".join(map(str, row)) for row in self.table)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: a row is one string, "F0.0 F0.1 B0.0 B0.1"."""
         return {
@@ -175,7 +201,7 @@ class Schedule:
             "num_stages": self.num_stages,
             "num_micro_batches": self.num_micro_batches,
             "num_ranks": self.num_ranks,
-            "table": [" ".join(map(str, row)) for row in self.table],
+            "table": list(self.rows),
         }
 
     @staticmethod

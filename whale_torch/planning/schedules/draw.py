@@ -1,26 +1,23 @@
-"""Time lines to look at: text for a terminal, SVG, PNG, and a trace for chrome://tracing or Perfetto."""
+"""Time lines to look at: SVG, PNG, a trace for chrome://tracing or Perfetto, or text in a file."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import math
-import textwrap
 from collections.abc import Callable
 from html import escape
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from whale_torch.errors import PlanError
 from whale_torch.planning.schedules.actions import KIND_NAMES, Action, Kind
 from whale_torch.planning.schedules.simulate import Timeline
+from whale_torch.planning.schedules.text import draw_text, kinds, label, summary, told
 
-__all__ = ["chrome_trace", "draw", "draw_png", "draw_svg", "draw_text"]
+__all__ = ["chrome_trace", "draw", "draw_png", "draw_svg"]
 
 _COLOURS: dict[Kind, str] = {"F": "#3b6fb6", "B": "#3f8f5b", "I": "#2a8c8c", "W": "#b8741a"}
-_FILLS: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "+"}
-_LEAST_WIDTH = 40
 
 
 def draw(timeline: Timeline, path: str | Path) -> None:
@@ -42,72 +39,6 @@ def draw(timeline: Timeline, path: str | Path) -> None:
         raise PlanError(f"{path.name}: no drawing ends in {path.suffix!r}.", fix="end it in .txt, .svg, .png or .json")
 
 
-# ---- text ----
-
-
-def draw_text(timeline: Timeline, width: int = 100) -> str:
-    """The time line in lines of at most `width` columns: a row a rank, and how many micro-batches it keeps at most.
-
-    Raises: PlanError for less than 40 columns.
-    """
-    if width < _LEAST_WIDTH:
-        raise PlanError(f"a time line of {width} columns.", fix=f"give {_LEAST_WIDTH} or more")
-    schedule = timeline.schedule
-    names = [f"rank {rank}" for rank in range(schedule.num_ranks)]
-    peaks = [str(peak) for peak in timeline.peak_in_flight]
-    left, right = max(map(len, names)), max(len("keeps"), *map(len, peaks))
-    columns = width - left - right - 4
-    rows = [_cells(timeline, rank, columns) for rank in range(schedule.num_ranks)]
-    forms: list[Callable[[Action], str]] = [str] if _has_stages(timeline) else []
-    forms += [_kind_and_micro_batch, _kind]
-    form = next((form for form in forms if _fits_most(form, rows)), _kind)
-    end = _seconds(timeline.makespan)
-    lines = textwrap.wrap(_summary(timeline), width)
-    lines.append(f"{'':{left}}  0{end:>{columns - 1}}  {'keeps':>{right}}")
-    for name, row, peak in zip(names, rows, peaks, strict=True):
-        text = "".join(_cell(action, length, form) for action, length in row)
-        lines.append(f"{name:<{left}} |{text}| {peak:>{right}}")
-    legend = "  ".join(f"{kind}{_FILLS[kind]} {KIND_NAMES[kind]}" for kind in _kinds(timeline))
-    number = "; number: stage.micro-batch" if form is str else "; number: micro-batch" if form is not _kind else ""
-    lines += textwrap.wrap(f"{legend}  (blank: idle{number})", width)
-    return "\n".join(lines)
-
-
-def _cells(timeline: Timeline, rank: int, columns: int) -> list[tuple[Action | None, int]]:
-    """What one rank runs, None while it is idle, and in how many columns: each shows the action of its middle."""
-    step = timeline.makespan / columns
-    running = iter(timeline.schedule.table[rank])
-    action = next(running, None)
-    shown: list[Action | None] = []
-    for column in range(columns):
-        middle = (column + 0.5) * step
-        while action and timeline.spans[action].end <= middle:
-            action = next(running, None)
-        shown.append(action if action and timeline.spans[action].start <= middle else None)
-    return [(found, len(list(run))) for found, run in groupby(shown)]
-
-
-def _cell(action: Action | None, length: int, form: Callable[[Action], str]) -> str:
-    """The name of an action, filled up so that its kind is seen; the kind alone where the name does not fit."""
-    if action is None:
-        return " " * length
-    name = form(action)
-    return (name if len(name) <= length else action.kind).ljust(length, _FILLS[action.kind])
-
-
-def _fits_most(form: Callable[[Action], str], rows: list[list[tuple[Action | None, int]]]) -> bool:
-    fits = [len(form(action)) <= length for row in rows for action, length in row if action]
-    return 2 * sum(fits) >= len(fits)
-
-
-def _kind_and_micro_batch(action: Action) -> str:
-    return f"{action.kind}{action.micro_batch}"
-
-
-def _kind(action: Action) -> str:
-    return action.kind
-
-
 # ---- pictures ----
 
 
@@ -116,16 +47,16 @@ def draw_svg(timeline: Timeline, title: str | None = None, width: int = 960) -> 
     left, right, top, row, bar = 70, 20, 44, 30, 24
     bottom = top + timeline.schedule.num_ranks * row
     scale = (width - left - right) / (timeline.makespan or 1.0)
-    body = [f'<text x="{left}" y="24" font-size="15">{escape(title or _summary(timeline))}</text>']
+    body = [f'<text x="{left}" y="24" font-size="15">{escape(title or summary(timeline))}</text>']
     for tick in _ticks(timeline.makespan):
         x = left + tick * scale
         body.append(f'<line x1="{x:.2f}" y1="{top - 4}" x2="{x:.2f}" y2="{bottom + 4}" stroke="#ddd"/>')
-        body.append(f'<text x="{x:.2f}" y="{bottom + 20}" text-anchor="middle">{_seconds(tick)}</text>')
+        body.append(f'<text x="{x:.2f}" y="{bottom + 20}" text-anchor="middle">{told(timeline, tick)}</text>')
     for rank, actions in enumerate(timeline.schedule.table):
         y = top + rank * row
         body.append(f'<text x="{left - 8}" y="{y + bar / 2 + 4}" text-anchor="end">rank {rank}</text>')
         body += [_bar(timeline, action, left, scale, y, bar) for action in actions]
-    for index, kind in enumerate(_kinds(timeline)):
+    for index, kind in enumerate(kinds(timeline)):
         x, y = left + 130 * index, bottom + 34
         body.append(f'<rect class="legend" x="{x}" y="{y}" width="14" height="14" fill="{_COLOURS[kind]}"/>')
         body.append(f'<text x="{x + 20}" y="{y + 11}">{KIND_NAMES[kind]}</text>')
@@ -140,18 +71,18 @@ def draw_svg(timeline: Timeline, title: str | None = None, width: int = 960) -> 
 def _bar(timeline: Timeline, action: Action, left: float, scale: float, y: float, height: float) -> str:
     span = timeline.spans[action]
     x, width = left + span.start * scale, (span.end - span.start) * scale
-    told = f"{action}: {KIND_NAMES[action.kind]}, {_seconds(span.start)} to {_seconds(span.end)}"
+    title = f"{action}: {KIND_NAMES[action.kind]}, {told(timeline, span.start)} to {told(timeline, span.end)}"
     rect = (
         f'<rect class="{action.kind}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" '
-        f'fill="{_COLOURS[action.kind]}" stroke="#fff" stroke-width="0.7"><title>{told}</title></rect>'
+        f'fill="{_COLOURS[action.kind]}" stroke="#fff" stroke-width="0.7"><title>{title}</title></rect>'
     )
-    label = _label(timeline, action)
-    size = _size(label, width, 11)
+    name = label(timeline, action)
+    size = _size(name, width, 11)
     if size < 7:
         return rect
     return (
         f'{rect}<text x="{x + width / 2:.2f}" y="{y + height / 2 + 4}" font-size="{size:.3g}" text-anchor="middle" '
-        f'fill="#fff" pointer-events="none">{label}</text>'
+        f'fill="#fff" pointer-events="none">{name}</text>'
     )
 
 
@@ -179,14 +110,18 @@ def draw_png(timeline: Timeline, path: str | Path, title: str | None = None) -> 
         for action in row:
             start, end = timeline.spans[action]
             axes.barh(rank, end - start, 0.8, start, color=_COLOURS[action.kind], edgecolor="white", linewidth=0.5)
-            label = _label(timeline, action)
-            size = _size(label, points * (end - start), 7)
+            name = label(timeline, action)
+            size = _size(name, points * (end - start), 7)
             if size >= 4.5:
-                axes.text((start + end) / 2, rank, label, color="white", size=size, ha="center", va="center")
-    kinds = _kinds(timeline)
-    handles = [axes.barh(0, 0, color=_COLOURS[kind]) for kind in kinds]
-    figure.legend(handles, [KIND_NAMES[kind] for kind in kinds], loc="outside lower center", ncols=4, frameon=False)
-    axes.set(title=title or _summary(timeline), xlabel="seconds", xlim=(0, timeline.makespan or 1.0))
+                axes.text((start + end) / 2, rank, name, color="white", size=size, ha="center", va="center")
+    used = kinds(timeline)
+    handles = [axes.barh(0, 0, color=_COLOURS[kind]) for kind in used]
+    figure.legend(handles, [KIND_NAMES[kind] for kind in used], loc="outside lower center", ncols=4, frameon=False)
+    axes.set(
+        title=title or summary(timeline),
+        xlabel="seconds" if timeline.unit == "s" else timeline.unit,
+        xlim=(0, timeline.makespan or 1.0),
+    )
     axes.title.set_size(9)
     axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
     axes.invert_yaxis()
@@ -218,36 +153,6 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
                 }
             )
     return {"displayTimeUnit": "ms", "traceEvents": events}
-
-
-# ---- words ----
-
-
-def _summary(timeline: Timeline) -> str:
-    return f"{timeline.schedule}: {_seconds(timeline.makespan)}, {timeline.bubble_share:.1%} idle"
-
-
-def _kinds(timeline: Timeline) -> list[Kind]:
-    used = {action.kind for action in timeline.spans}
-    return [kind for kind in KIND_NAMES if kind in used]
-
-
-def _has_stages(timeline: Timeline) -> bool:
-    """Whether a rank has several stages, so that a label must name them."""
-    return timeline.schedule.num_stages > timeline.schedule.num_ranks
-
-
-def _label(timeline: Timeline, action: Action) -> str:
-    return f"{action.stage}.{action.micro_batch}" if _has_stages(timeline) else str(action.micro_batch)
-
-
-def _seconds(seconds: float) -> str:
-    """Three digits in the largest unit that keeps one before the point."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        value = seconds / size
-        if value >= 0.9995 or (value and unit == "µs"):
-            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
-    return "0 s"
 
 
 def _ticks(makespan: float) -> list[float]:

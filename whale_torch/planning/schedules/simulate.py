@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from whale_torch.errors import PlanError
 from whale_torch.planning.schedules.actions import Action, Edges, Result, Schedule
+from whale_torch.planning.schedules.text import draw_text
 
 __all__ = ["Costs", "Message", "Span", "Timeline", "simulate"]
 
@@ -61,13 +62,18 @@ class Message(NamedTuple):
 class Timeline:
     """A schedule with the time of each action.
 
-    order: all actions as they end; of those that end together none comes before what it waited for.
+    order: all actions as they end; of those that end together none comes before what it waited for. unit: of the
+    times, "s" or "forwards". print(timeline) draws it.
     """
 
     schedule: Schedule
     edges: Edges
     spans: dict[Action, Span] = field(repr=False)
     order: tuple[Action, ...] = field(repr=False)
+    unit: Literal["s", "forwards"] = "s"
+
+    def __str__(self) -> str:
+        return draw_text(self)
 
     @property
     def makespan(self) -> float:

@@ -70,7 +70,7 @@ class Places:
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, pipeline: Group, programs: Sequence[StageProgram]):
         assert plan.pipeline is not None
-        self._site = plan.pipeline.site
+        self._site, self._place_of = plan.pipeline.site, plan.pipeline.place_of
         self._plan, self._mesh, self._pipeline = plan, mesh, pipeline
         self._parameters = dict(model.named_parameters())
         self._modules = dict(model.named_modules(remove_duplicate=False))
@@ -106,13 +106,13 @@ class Places:
 
     def places_of(self, name: str) -> tuple[int, ...]:
         """The places that hold a parameter, ascending."""
-        return tuple(sorted({stage % self._pipeline.size for stage in self.stages[name]}))
+        return tuple(sorted({self._place_of(stage) for stage in self.stages[name]}))
 
     def place_of_module(self, name: str) -> int:
-        """The place that runs a module, by its name or that of what contains it; the first where none does."""
+        """The place that runs a module, by its name or that of what contains it; that of stage 0 where none does."""
         while name not in self._runs and name:
             name = name.rpartition(".")[0]
-        return self._runs.get(name, 0) % self._pipeline.size
+        return self._place_of(self._runs.get(name, 0))
 
     def held(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, by name."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from whale_torch.errors import LossError, PlanError
+from whale_torch.errors import LossError
 from whale_torch.planning.pipelines import leaf_of
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, training_results
@@ -52,18 +52,11 @@ class Program:
 class Programs:
     """Records and cuts the calls of one model, each kind once.
 
-    Raises what recording, cutting and the rewriting of the loss raise, TraceError and LossError; PlanError for a
-    schedule that is not run yet.
+    Raises what recording, cutting and the rewriting of the loss raise, TraceError and LossError.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device):
         assert plan.pipeline is not None
-        if plan.pipeline.schedule == "zero_bubble":
-            raise PlanError(
-                "a backward in two parts (schedule='zero_bubble') can be planned and drawn, and is not run yet.",
-                where=plan.pipeline.site,
-                fix="schedule='1f1b', 'interleaved' or 'gpipe'",
-            )
         self._model, self._plan = model, plan.pipeline
         self._batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
         self._leaf = leaf_of(plan.pipeline)

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from whale_torch.comm.collectives import broadcast, gather_equal
 from whale_torch.comm.messages import Message, Messages
-from whale_torch.planning.schedules import Action, Schedule, make, simulate
+from whale_torch.planning.schedules import Action, Schedule, simulate
 from whale_torch.strategies.pipeline.bridges import Deliver, DeliverLater
 from whale_torch.strategies.pipeline.places import averaging
-from whale_torch.strategies.pipeline.programs import Program
+from whale_torch.strategies.pipeline.programs import Mode, Program
 from whale_torch.strategies.pipeline.step import MicroBatch, Step, edges_of, forms_of
+from whale_torch.strategies.pipeline.weight_store import WeightStore
 from whale_torch.trace.graph import Node, map_nodes
 
 if TYPE_CHECKING:
@@ -46,14 +47,17 @@ class Run:
         plan = runtime.plan.pipeline
         assert plan is not None
         self._num_stages = plan.num_stages
-        kind = plan.schedule if self.program.mode == "train" else "gpipe"
-        places, edges = runtime.pipeline.size, tuple(edges_of(batches[0].programs).items())
-        self._schedule, self._order = _ordered(kind, plan.num_stages, len(batches), places, edges, grad)
+        self._place_of = {stage: plan.place_of(stage) for stage in range(plan.num_stages)}
+        edges = tuple(edges_of(batches[0].programs).items())
+        self._schedule, self._order = _ordered(plan.order(len(batches)), edges, self.program.mode, grad)
         self._seeds_of_outputs: list[list[Tensor] | None] = []
         self._open = set(runtime.stages)
         self._scale = runtime.loss_scale()
         self._sync = runtime.sync
-        self._last_backward = _last_backwards(self._schedule.table[runtime.pipeline.index])
+        self._row = self._schedule.table[runtime.pipeline.index]
+        self._last_backward = _last_backwards(self._row)
+        parts = {(action.stage, action.micro_batch) for action in self._row if action.kind == "I"}
+        self._store = WeightStore(runtime.modules(), parts)
         self._step = Step(
             batches,
             self._posting("activation", "gradient") if self.program.mode == "train" else self._posting("activation"),
@@ -62,21 +66,21 @@ class Run:
             seed=runtime.seed + 7919 * runtime.number + 104729 * runtime.replicas.index,
             anchor=runtime.anchor,
             roots=self._roots(),
+            store=self._store,
             ended=self._ended,
         )
 
     def _posting(self, *kinds: str) -> Messages:
         """The messages of these kinds, in order, from here on."""
-        runtime, places = self.runtime, self.runtime.pipeline.size
-        place = {stage: stage % places for stage in range(self._num_stages)}
+        runtime = self.runtime
         order = [message for message in self._order if message.kind in kinds]
-        return Messages(runtime.wires, place, order, forms_of(self._batches), runtime.mesh.device)
+        return Messages(runtime.wires, self._place_of, order, forms_of(self._batches), runtime.mesh.device)
 
     # ---- training with the loss inside
 
     def train(self) -> Any:
         """The loss and other scalars; the gradients wait for the user's backward."""
-        held = self._run("FB")
+        held = self._run("FBIW")
         scalars = self._scalars()
         loss = self.program.loss
         assert loss is not None
@@ -166,20 +170,24 @@ class Run:
     def _run(self, kinds: str) -> list[Tensor | None]:
         """Runs actions with stand-ins in place; the averaged gradients of what is trained here."""
         runtime = self.runtime
-        with runtime.stand_ins.in_place(), self._averaging():
+        with runtime.stand_ins.in_place(), self._store.in_place(), self._averaging():
             self._act(kinds)
             self._step.messages.finish()
         runtime.peak = max(runtime.peak, self._step.peak)
         return runtime.stand_ins.take(runtime.trained())
 
     def _act(self, kinds: str) -> None:
-        for action in self._schedule.table[self.runtime.pipeline.index]:
-            if action.kind not in kinds:
+        step = self._step
+        for action in self._row:
+            kind, stage, number = action
+            if kind not in kinds:
                 continue
-            if action.kind == "F":
-                self._step.forward(action.stage, action.micro_batch)
+            if kind == "F":
+                step.forward(stage, number)
+            elif kind == "W":
+                step.weight_part(stage, number)
             else:
-                self._step.backward(action.stage, action.micro_batch, self._seeds(action))
+                (step.backward if kind == "B" else step.input_part)(stage, number, self._seeds(action))
 
     def _averaging(self) -> contextlib.AbstractContextManager[None]:
         return averaging(self.runtime.reducers) if self._sync else contextlib.nullcontext()
@@ -219,18 +227,19 @@ class Run:
 
 
 def _last_backwards(row: Sequence[Action]) -> dict[int, int]:
-    """Of each stage, the micro-batch whose backward comes last."""
-    return {action.stage: action.micro_batch for action in row if action.kind != "F"}
+    """Of each stage, the micro-batch whose backward, or its weight part, comes last."""
+    return {action.stage: action.micro_batch for action in row if action.kind in ("B", "W")}
 
 
 @functools.lru_cache(maxsize=256)
 def _ordered(
-    name: str, stages: int, batches: int, places: int, edges: tuple[tuple[tuple[int, int], bool], ...], grad: bool
+    schedule: Schedule, edges: tuple[tuple[tuple[int, int], bool], ...], mode: Mode, grad: bool
 ) -> tuple[Schedule, tuple[Message, ...]]:
-    """The schedule, and all its messages in the one order of all ranks."""
-    schedule = make(name, stages, batches, places)
+    """What is run of a schedule, and all its messages in the one order of all ranks."""
     if not grad:
         schedule = schedule.forward_only()
+    elif mode == "outputs":
+        schedule = schedule.forwards_first()
     flows = dict(edges)
     order = simulate(schedule, edges=flows).message_order
     kept = (m for m in order if m.kind == "activation" or flows[m.to_stage, m.from_stage])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class PipelineRuntime(Runtime):
         self._checked: set[int] = set()  # programs, which live as long as `programs`
         self.stand_ins: StandIns
         self.reducers: list[StageReducer] = []
-        self.stages = set(range(self.pipeline.index, plan.pipeline.num_stages, self.pipeline.size))
+        self.stages = set(plan.pipeline.stages_at(self.pipeline.index))
         self.users: list[tuple[nn.Parameter, set[int]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
@@ -91,7 +91,7 @@ class PipelineRuntime(Runtime):
     def last(self) -> int:
         """Place of the last stage."""
         assert self.plan.pipeline is not None
-        return (self.plan.pipeline.num_stages - 1) % self.pipeline.size
+        return self.plan.pipeline.place_of(self.plan.pipeline.num_stages - 1)
 
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the model: all of the schedule, or all forwards where the loss is the user's."""
@@ -127,6 +127,10 @@ class PipelineRuntime(Runtime):
             cut = micro_batches(args, kwargs, rows, 1, self.batch_dim)
             kinds = {rows: self.programs.of(*cut.call(rows), rows, mode)}
         return cut, [kinds[rows] for rows in cut.rows]
+
+    def modules(self) -> Iterable[nn.Module]:
+        """The model's modules; one that has several names comes as often."""
+        return self._modules.values()
 
     def find(self, node: Node) -> Any:
         """The live module, parameter or buffer that a Node names."""

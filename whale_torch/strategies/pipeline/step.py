@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from whale_torch.comm.messages import Form, Message, Messages
 from whale_torch.strategies.pipeline.bridges import Enter
+from whale_torch.strategies.pipeline.weight_store import WeightStore
 from whale_torch.trace.graph import Node
 from whale_torch.trace.program import StageProgram
 
@@ -49,8 +50,9 @@ class Step:
 
     grad: whether backwards follow. find: the live module, parameter or buffer that a Node of a stage names.
     seed: of this step; every stage and micro-batch draws from a stream of its own. roots: of what the last stage
-    returns, places of the tensors that backward starts at. ended: called after each backward, with stage and
-    micro-batch.
+    returns, places of the tensors that backward starts at. store: keeps what weight parts need. ended: called with
+    stage and micro-batch after each backward, of one in two parts after its weight part. peak: the most forwards whose
+    backward was not through.
     """
 
     def __init__(
@@ -63,18 +65,22 @@ class Step:
         seed: int,
         anchor: Tensor,
         roots: Sequence[int],
+        store: WeightStore,
         ended: Callable[[int, int], None] = lambda stage, micro_batch: None,
     ):
         self.micro_batches, self.messages, self.grad = micro_batches, messages, grad
         self.results: dict[int, tuple[Tensor, ...]] = {}
         self.peak = 0
         self._find, self._seed, self._anchor, self._roots, self._ended = find, seed, anchor, roots, ended
+        self._store = store
         self._alive: dict[tuple[int, int], _Alive] = {}
+        self._waiting: set[tuple[int, int]] = set()  # for their weight part
 
     def forward(self, stage: int, number: int) -> None:
         """Runs a stage on a micro-batch and sends on what later stages read."""
         batch = self.micro_batches[number]
         program, alive = batch.programs[stage], _Alive()
+        self._store.begin(stage, number)
         received = self._receive(program, number, alive)
         with self._stream(program, stage, number), torch.set_grad_enabled(self.grad):
             values, results = program.run(batch.inputs, batch.counts, received, self._find)
@@ -92,13 +98,29 @@ class Step:
             self.results[number] = tuple(x.detach() for x in results)
         if self.grad:
             self._alive[stage, number] = alive
-            self.peak = max(self.peak, len(self._alive))
+            self.peak = max(self.peak, len(self._alive) + len(self._waiting))
 
     def backward(self, stage: int, number: int, seeds: Sequence[Tensor | None] = ()) -> None:
         """Runs a stage's backward and sends gradients to the stages whose values it read.
 
         seeds: gradients of the last stage's roots.
         """
+        self._back(stage, number, seeds)
+        self._ended(stage, number)
+
+    def input_part(self, stage: int, number: int, seeds: Sequence[Tensor | None] = ()) -> None:
+        """As `backward`, but for the gradients that `weight_part` makes."""
+        self._waiting.add((stage, number))
+        self._back(stage, number, seeds)
+
+    def weight_part(self, stage: int, number: int) -> None:
+        """Adds the weight gradients of a stage that its input part left."""
+        self._store.finish(stage, number)
+        self._waiting.remove((stage, number))
+        self._ended(stage, number)
+
+    def _back(self, stage: int, number: int, seeds: Sequence[Tensor | None]) -> None:
+        self._store.begin(stage, number)
         alive = self._alive.pop((stage, number))
         roots: list[GradientEdge] = []
         grads: list[Tensor] = []
@@ -113,7 +135,6 @@ class Step:
         for source, (slot, tensors) in alive.slots.items():
             sent = [torch.zeros_like(x) if g is None else g for g, x in zip(slot, tensors, strict=True)]
             self.messages.send(Message("gradient", stage, source, number), sent)
-        self._ended(stage, number)
 
     def _receive(self, program: StageProgram, number: int, alive: _Alive) -> dict[Node, Tensor]:
         received: dict[Node, Tensor] = {}
