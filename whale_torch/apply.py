@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -14,12 +13,12 @@ from torch import nn
 
 from whale_torch.annotation import Annotation, close_annotations
 from whale_torch.capture import Scope
-from whale_torch.checkpoint.plain import Weights, read_weights
+from whale_torch.checkpoint.plain import Weights, load_weights, read_weights
 from whale_torch.cluster import Cluster
 from whale_torch.comm.drift import watch_optimizers
 from whale_torch.comm.failure import explain
 from whale_torch.comm.meeting import Meeting, OtherRankFailed
-from whale_torch.comm.registry import place_of
+from whale_torch.comm.registry import ParameterPlace, place_of
 from whale_torch.errors import CheckpointError, PlanError, WhaleError
 from whale_torch.mesh import Group, Mesh, start
 from whale_torch.metrics import note_replicas
@@ -33,6 +32,8 @@ from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
 from whale_torch.strategies.outputs import tensors_in
+from whale_torch.strategies.pipeline.holders import Holders
+from whale_torch.strategies.pipeline.places import Places
 from whale_torch.strategies.pipeline.programs import Programs
 from whale_torch.strategies.pipeline.runtime import PipelineRuntime
 from whale_torch.strategies.replica import equalize, make_reducers, place_whole_parameters
@@ -118,42 +119,37 @@ def parallelize(
     _together(mesh, lambda: check_batch_norm(model, made))
     reader = _together(mesh, lambda: BatchReader(model, made.batch_dim))
     programs = None if made.pipeline is None else _together(mesh, lambda: Programs(model, made, mesh.device))
+    places = None if programs is None else _places(model, made, mesh, programs, reader, sample_inputs)
     cuts = cut_parameters(model, made, mesh)
     state = None if weights is None else _together(mesh, lambda: read_weights(weights, model), CheckpointError)
-    if is_meta(model):
-        given = state or {}
-        _together(mesh, lambda: check_can_materialize(model, init_fn, given))
-        shards = {name: (at.shard, at.parts.index) for name, at in cuts.items() if at.shard and at.parts}
-        meeting = Meeting(mesh.everyone())
-        _together(
-            mesh,
-            lambda: meeting.run(
-                lambda: materialize(model, shards, seed=seed, init_fn=init_fn, given=given, any_rank=meeting.any_rank)
-            ),
-        )
+    built = _on_meta(model)
+    if built:
+        _build(model, mesh, cuts, places, seed, init_fn, state or {})
     regions = apply_split(model, made, mesh, cuts)
+    if places is not None:
+        places.note(built)
     attach_state_hooks(model)
     if state is not None:
-        model.load_state_dict(state)
-    model.to(mesh.device)
+        load_weights(model, state)
+    if places is None:
+        model.to(mesh.device)
     place_whole_parameters(model, mesh)
-    equalize(model, mesh)
+    equalize(model, mesh, None if places is None else places.copies_of_buffers(built))
     sync_batch_norm(model, made, mesh)
-    if made.pipeline is None:
+    if programs is None:
         runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     else:
-        assert programs is not None
         runtime = PipelineRuntime(model, made, mesh, regions, reader, programs, seed)
+        if places is not None:
+            runtime.let_go(model, places)
+            model.to(mesh.device)
+            runtime.take_up(places)
     make_root(model, runtime)
     keep_off_wrappers(model)
     close_annotations(model)
     note_replicas(mesh, made.feeds)
     guard.install()
     watch_optimizers()
-    if isinstance(runtime, PipelineRuntime) and sample_inputs is not None:
-        args, kwargs = arguments(sample_inputs)
-        prepare = functools.partial(runtime.prepare, model, args, kwargs)
-        _together(mesh, prepare)
     torch.manual_seed(seed + 1 + made.feed_of(mesh.rank))
     return model
 
@@ -172,6 +168,56 @@ def _seconds(
             fix="give sample_inputs, or leave balance out",
         )
     return module_seconds(model, sample_inputs, device, where=site)
+
+
+def _on_meta(model: nn.Module) -> set[str]:
+    """Names of parameters and buffers that have no memory yet."""
+    return {name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
+
+
+def _places(
+    model: nn.Module, made: Plan, mesh: Mesh, programs: Programs, reader: BatchReader, sample_inputs: object
+) -> Places | None:
+    """What lies where in a pipeline, as a recording of the sample inputs or, for a model without memory, names say.
+
+    None where the first call will tell. Raises PlanError where ranks disagree.
+    """
+    if sample_inputs is None and not is_meta(model):
+        return None
+
+    def decide() -> Holders:
+        stages = None
+        if sample_inputs is not None:
+            args, kwargs = arguments(sample_inputs)
+            stages = programs.ahead(args, kwargs, reader.read(args, kwargs, hashed=False).rows)
+        assert made.pipeline is not None
+        return Holders(model, made.pipeline, made.pipeline.num_ranks, stages)
+
+    holders = _together(mesh, decide)
+    _refuse_others(mesh, holders.digest(), "place parameters otherwise than rank 0", model, sample_inputs)
+    return Places(model, made, mesh, holders)
+
+
+def _build(
+    model: nn.Module,
+    mesh: Mesh,
+    cuts: Mapping[str, ParameterPlace],
+    places: Places | None,
+    seed: int,
+    init_fn: InitFunction | None,
+    given: Mapping[str, Any],
+) -> None:
+    """Gives what was built on the meta device its first values, as far as this rank keeps it."""
+    _together(mesh, lambda: check_can_materialize(model, init_fn, given))
+    shards = {name: (at.shard, at.parts.index) for name, at in cuts.items() if at.shard and at.parts}
+    kept = None if places is None else places.kept()
+    meeting = Meeting(mesh.everyone())
+    any_rank = meeting.any_rank
+
+    def work() -> None:
+        materialize(model, shards, seed=seed, init_fn=init_fn, given=given, kept=kept, any_rank=any_rank)
+
+    _together(mesh, lambda: meeting.run(work))
 
 
 def _check_first_time(model: nn.Module) -> None:
@@ -236,16 +282,51 @@ def _decide(
         return made if sample_inputs is None else rehearse(made, model, sample_inputs, rank=mesh.rank)
 
     made = _together(mesh, decide)
-    digests = _from_all(mesh, made.digest())
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if odd:
-        raise PlanError(
-            f"ranks {odd} plan another model than rank 0.",
-            ranks=odd,
-            fix="build the same model with the same scopes on every rank; "
-            "compare print(wh.plan(model, cluster=...)) of two ranks",
-        )
+    given = sorted(_on_meta(model)), made.pipeline is not None and sample_inputs is None
+    _refuse_others(mesh, f"{made.digest()} {given}", "plan another model than rank 0", model, sample_inputs)
     return made
+
+
+def _refuse_others(mesh: Mesh, decided: str, what: str, model: nn.Module, sample_inputs: object) -> None:
+    """Raises PlanError, on every rank, where ranks decided otherwise than rank 0, and says what they were given."""
+    shapes, meta = _shapes(sample_inputs), len(_on_meta(model))
+    told = _from_all(mesh, (decided, shapes, meta))
+    odd = [rank for rank, found in enumerate(told) if found[0] != told[0][0]]
+    if not odd:
+        return
+    (_, mine, my_meta), (_, theirs, their_meta) = told[0], told[odd[0]]
+    if my_meta != their_meta:
+        raise PlanError(
+            f"ranks {odd} built another model than rank 0: {their_meta} of its tensors are on the meta device on rank "
+            f"{odd[0]}, {my_meta} on rank 0.",
+            ranks=odd,
+            fix="build the model in one way on every rank: on the meta device, or with memory",
+        )
+    if mine != theirs:
+        raise PlanError(
+            f"ranks {odd} {what}: the sample_inputs of rank {odd[0]} are {theirs}, those of rank 0 are {mine}.",
+            ranks=odd,
+            fix="give every rank sample_inputs of the same names, shapes and dtypes: those of one full batch",
+        )
+    raise PlanError(
+        f"ranks {odd} {what}.",
+        ranks=odd,
+        fix="build the same model with the same scopes on every rank; "
+        "compare print(wh.plan(model, cluster=...)) of two ranks",
+    )
+
+
+def _shapes(sample_inputs: object) -> str:
+    """The tensors among sample inputs, in words."""
+    if sample_inputs is None:
+        return "None"
+    named = sample_inputs.items() if isinstance(sample_inputs, dict) else [("", sample_inputs)]
+    found = [
+        f"{name}{' ' if name else ''}{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+        for name, value in named
+        for t in tensors_in(value)
+    ]
+    return ", ".join(found) or "no tensors"
 
 
 def _from_all(mesh: Mesh, value: T) -> list[T]:

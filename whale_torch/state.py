@@ -13,6 +13,7 @@ from whale_torch.comm.cut_tensor import CutTensor, join
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import CommError
 from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized, runtime_of
+from whale_torch.strategies.state_hooks import pipeline_places
 
 __all__ = ["full_state_dict", "full_tensor", "no_sync"]
 
@@ -52,6 +53,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def _joined(model: nn.Module) -> dict[str, Any]:
     state = model.state_dict()
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    places = {} if isinstance(model.__dict__.get(KEY), Runtime) else pipeline_places(model)
     first = {key: id(p) for key, p in parameters.items()}
     whole: dict[int | str, Tensor] = {}
     full: OrderedDict[str, Any] = OrderedDict()
@@ -61,7 +63,8 @@ def _joined(model: nn.Module) -> dict[str, Any]:
             continue
         parameter = first.get(key, key)
         if parameter not in whole:
-            whole[parameter] = _whole(value, parameters.get(key), model, key)
+            place = places.get(key)
+            whole[parameter] = _whole(value, parameters.get(key), model, key) if place is None else join(value, place)
         full[key] = whole[parameter]
     if hasattr(state, "_metadata"):  # versions of modules, by which load_state_dict reads older files
         full._metadata = state._metadata  # type: ignore[attr-defined]
@@ -69,7 +72,7 @@ def _joined(model: nn.Module) -> dict[str, Any]:
 
 
 def _whole(value: Tensor, parameter: Tensor | None, model: nn.Module, key: str) -> Tensor:
-    if isinstance(value, CutTensor):
+    if parameter is not None and isinstance(value, CutTensor):
         return value.whole()
     place = None if parameter is None else place_of(parameter)
     if place is not None and place.pipeline is not None:  # this rank's stage: the others ask for it
@@ -78,7 +81,7 @@ def _whole(value: Tensor, parameter: Tensor | None, model: nn.Module, key: str) 
     if parameter is not None or not isinstance(runtime, Runtime):
         return value.detach().clone()
     return broadcast_copy(
-        value,
+        value.as_subclass(Tensor),
         runtime.mesh.everyone(),
         runtime.source_of_buffer(key),
         name=f"buffer '{key}' (wh.full_state_dict is called on every rank)",

@@ -198,7 +198,7 @@ def drawn_from_parts(rank: int, n: int) -> dict[str, Tensor]:
     """The mutation: a container draws values of members that are cut already."""
     from whale_torch.strategies import materialize
 
-    materialize._Materialize._draws_cut_members = lambda self, how, members, changed: False
+    materialize._Materialize._draws_parts = lambda self, how, changed: False
     return with_init_fn(rank, n, "shared")
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from whale_torch.checkpoint.safetensors import SafeTensors, is_safetensors
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.errors import CheckpointError
 
-__all__ = ["Weights", "read_weights"]
+__all__ = ["Weights", "load_weights", "read_weights"]
 
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -20,18 +22,21 @@ _MOST = 5  # names an error lists
 
 
 def read_weights(weights: Weights, model: nn.Module) -> Mapping[str, Any]:
-    """The state dict itself, or that in a file that torch.save wrote; a file's tensors stay on disk until they are cut.
+    """The state dict itself, or that in a file of torch.save or safetensors, whose tensors stay on disk until they are
+    read.
 
+    A name that is missing has the values of one that shares its tensor: safetensors write ties once.
     Raises CheckpointError where names or shapes differ from the model's.
     """
     if not isinstance(weights, Mapping):
-        weights = torch.load(weights, map_location="cpu", mmap=True, weights_only=True)
+        weights = _opened(weights)
         if not isinstance(weights, Mapping):
             raise CheckpointError(
                 f"the file given as weights holds a {type(weights).__name__}, not a state dict.",
                 fix="write it with torch.save(model.state_dict(), path)",
             )
     expected = model.state_dict()
+    weights = _with_ties(weights, model)
     faults = [_listed("missing", [k for k in expected if k not in weights])]
     faults.append(_listed("unexpected", [k for k in weights if k not in expected]))
     for key, value in expected.items():
@@ -48,6 +53,54 @@ def read_weights(weights: Weights, model: nn.Module) -> Mapping[str, Any]:
             fix="give a state dict as one process has it: the plain model's own, or wh.full_state_dict(model)",
         )
     return weights
+
+
+def _opened(path: str | os.PathLike[str]) -> Any:
+    return (
+        SafeTensors(path)
+        if is_safetensors(path)
+        else torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    )
+
+
+class _WithTies(Mapping[str, Any]):
+    """A state dict with further names for some of its tensors."""
+
+    def __init__(self, weights: Mapping[str, Any], names: Mapping[str, str]):
+        self._weights, self._names = weights, names
+
+    def __getitem__(self, name: str) -> Any:
+        return self._weights[self._names.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._weights
+        yield from self._names
+
+    def __len__(self) -> int:
+        return len(self._weights) + len(self._names)
+
+
+def _with_ties(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    names: dict[str, str] = {}
+    for tied in groups.values():
+        given = next((name for name in tied if name in weights), None)
+        if given is not None:
+            names |= {name: given for name in tied if name not in weights}
+    return _WithTies(weights, names) if names else weights
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Loads what `read_weights` gave; what another rank of a pipeline holds is not read."""
+    own = model.state_dict()
+    state: OrderedDict[str, Any] = OrderedDict()
+    for name, value in own.items():
+        state[name] = value if isinstance(value, CutTensor) and not value.place.held else weights[name]
+    if hasattr(weights, "_metadata"):  # versions of modules, by which load_state_dict reads older files
+        state._metadata = weights._metadata  # type: ignore[attr-defined]
+    model.load_state_dict(state)
 
 
 def _listed(how: str, keys: list[str]) -> str:

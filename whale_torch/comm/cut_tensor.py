@@ -1,77 +1,133 @@
-"""CutTensor: what state_dict() gives for a cut parameter. It works in memory and refuses to be written."""
+"""Tensors that know where they lie: parts, which work in memory and refuse to be written, and what another rank holds,
+which has no values and refuses to be read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whale_torch.comm.collectives import all_gather_rows, broadcast_copy
-from whale_torch.comm.registry import ParameterPlace, refuse_to_write
+from whale_torch.comm.registry import ParameterPlace, refuse_to_read, refuse_to_write
 
-__all__ = ["CutTensor", "join"]
+__all__ = ["AbsentParameter", "CutTensor", "dtypes_of_trained", "join", "without_memory"]
 
 
-class CutTensor(Tensor):
-    """This rank's part of a parameter, over the parameter's own memory, that knows it is a part.
-
-    It can be copied, compared, computed with and loaded back; what is computed from parts is of parts, and numbers are
-    plain. Pickling it (torch.save), or reaching its memory as numpy and safetensors do, raises CheckpointError: a file
-    would hold one rank's part under the whole parameter's name.
-    """
+class _Placed:
+    """Operations on it give tensors that know the same; it is not written."""
 
     _place: ParameterPlace
-
-    @staticmethod
-    def of(local: Tensor, place: ParameterPlace) -> CutTensor:
-        """A view of `local`, the part that `place` speaks of."""
-        part: CutTensor = _mark(local.detach(), place)
-        return part
 
     @property
     def place(self) -> ParameterPlace:
         return self._place
 
-    def part(self) -> Tensor:
-        """The same memory as a plain tensor."""
-        plain: Tensor = self.as_subclass(Tensor)
-        return plain
-
-    def whole(self) -> Tensor:
-        """The parameter from the parts of all ranks: a collective over them."""
-        return join(self.part(), self._place)
-
-    def __copy__(self) -> CutTensor:
-        return CutTensor.of(self.part(), self._place)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CutTensor:
-        return CutTensor.of(self.part().clone(), self._place)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise refuse_to_write(self._place)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shard, parts = self._place.shard, self._place.parts
-        if not self._place.held:
-            return f"CutTensor('{self._place.name}' {tuple(self.part().shape)}, of another rank's stage)"
-        assert shard is not None and parts is not None
-        where = f"part {parts.index} of {parts.size} of '{self._place.name}' {shard.shape}"
-        return f"CutTensor({where}, {self.part()!r})"
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        place = next(_places((args, kwargs or {})))
-        if func in _REACH_MEMORY:
-            raise refuse_to_write(place)
+        if func in _PLAIN:  # asked of every parameter in every step
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
+        return _compute(func, args, kwargs or {})
+
+
+class CutTensor(_Placed, Tensor):
+    """This rank's part of a tensor, over the tensor's own memory, that knows it is a part.
+
+    It can be copied, compared, computed with and loaded back; what is computed from parts is of parts, and numbers are
+    plain. Pickling it (torch.save), or reaching its memory as numpy and safetensors do, raises CheckpointError: a file
+    would hold one rank's part under the whole parameter's name. Of a tensor that another rank holds there are no
+    values: writing into it does nothing, and numbers of it raise LayoutError.
+    """
+
+    @staticmethod
+    def of(local: Tensor, place: ParameterPlace) -> CutTensor:
+        """A view of `local`, the part that `place` speaks of."""
+        part: CutTensor = local.detach().as_subclass(CutTensor)
+        part._place = place
+        return part
+
+    def part(self) -> Tensor:
+        """The same memory as a plain tensor. Raises CheckpointError for a tensor of another rank."""
+        if not self._place.held:
+            raise refuse_to_write(self._place)
+        return self._plain()
+
+    def _plain(self) -> Tensor:
+        plain: Tensor = self.as_subclass(Tensor)
+        return plain
+
+    def whole(self) -> Tensor:
+        """The parameter from the parts of all ranks: a collective over them."""
+        return join(self._plain(), self._place)
+
+    def __copy__(self) -> CutTensor:
+        return CutTensor.of(self._plain(), self._place)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutTensor:
+        plain = self._plain()
+        return CutTensor.of(plain.clone() if self._place.held else without_memory(plain), self._place)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shard, parts = self._place.shard, self._place.parts
+        if not self._place.held:
+            return _told_absent(self)
+        assert shard is not None and parts is not None
+        where = f"part {parts.index} of {parts.size} of '{self._place.name}' {shard.shape}"
+        return f"CutTensor({where}, {self.part()!r})"
+
+
+class AbsentParameter(_Placed, nn.Parameter):
+    """A parameter that another rank of the pipeline holds: its name and shape, and no values.
+
+    Optimizers pass it over, since it gets no gradient. Writing into it does nothing; numbers of it raise LayoutError.
+    """
+
+    @staticmethod
+    def make(parameter: nn.Parameter, place: ParameterPlace, device: torch.device) -> None:
+        """Turns a parameter into one, in place."""
+        parameter.data = without_memory(parameter, device)
+        parameter.__class__ = AbsentParameter
+        assert isinstance(parameter, AbsentParameter)
+        parameter._place = place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentParameter:
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-            return out if func is Tensor.as_subclass else _mark(out, place)
+            copied = nn.Parameter(without_memory(self), requires_grad=self.requires_grad)
+        AbsentParameter.make(copied, self._place, copied.device)
+        memo[id(self)] = copied
+        return copied  # type: ignore[return-value]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return _told_absent(self)
 
 
+def dtypes_of_trained(parameters: Iterable[Tensor]) -> list[torch.dtype | None]:
+    """The dtype of each parameter that gets gradients, None for the others; fast for absent ones too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p.dtype if p.requires_grad else None for p in parameters]
+
+
+def without_memory(like: Tensor, device: torch.device | None = None) -> Tensor:
+    """Zeros of a tensor's shape and dtype that all lie in one element."""
+    return torch.zeros((), dtype=like.dtype, device=device or like.device).expand(like.shape)
+
+
+def _told_absent(x: Any) -> str:
+    return f"{type(x).__name__}('{x.place.name}' {tuple(x.shape)}, of another rank's stage)"
+
+
+_PLAIN = {
+    descriptor.__get__
+    for descriptor in (Tensor.grad, Tensor.requires_grad, Tensor.dtype, Tensor.device, Tensor.shape, Tensor.is_leaf)
+}
 # how numpy, safetensors and other writers come to a tensor's bytes
 _REACH_MEMORY = {
     Tensor.numpy,
@@ -81,10 +137,83 @@ _REACH_MEMORY = {
     Tensor.storage,
     Tensor.untyped_storage,
 }
+# what gives values that are no tensors
+_READ = {
+    Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
+    Tensor.__complex__, Tensor.__contains__, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose,
+    Tensor.is_nonzero, torch.is_nonzero, Tensor.__format__,
+}  # fmt: skip
+_WRITES = {f"__i{operator}__" for operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+_WRITES.add("__setitem__")
+_WRITES_NO_VALUES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
-def _places(value: Any) -> Any:
-    if isinstance(value, CutTensor):
+def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    places = list(_places((args, kwargs)))
+    absent = next((place for place in places if not place.held), None)
+    if func in _REACH_MEMORY:
+        raise refuse_to_write(absent or places[0])
+    if absent is not None:
+        return _compute_absent(func, args, kwargs, absent)
+    with torch._C.DisableTorchFunctionSubclass():
+        out = func(*args, **kwargs)
+        return out if func is Tensor.as_subclass else _mark(out, places[0])
+
+
+def _compute_absent(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], absent: ParameterPlace
+) -> Any:
+    """Shapes are right and nothing is written; raises LayoutError where a value would be known."""
+    name = getattr(func, "__name__", "")
+    if func in _READ:
+        raise refuse_to_read(absent)
+    if name.startswith("_foreach_"):
+        return _for_each_present(func, name, args, kwargs, absent)
+    if name in _WRITES or (name.endswith("_") and not name.startswith("__") and name not in _WRITES_NO_VALUES):
+        if _is_absent(args[0]):
+            return args[0]
+        raise refuse_to_read(absent)
+    with torch._C.DisableTorchFunctionSubclass():
+        out = func(*args, **kwargs)
+        if func is Tensor.as_subclass:
+            return out
+        if isinstance(out, Tensor) and not out.dim() and any(_have_dims((args, list(kwargs.values())))):
+            raise refuse_to_read(absent)
+        return _mark(out, absent)
+
+
+def _for_each_present(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], absent: ParameterPlace
+) -> Any:
+    """Of torch's functions over lists of tensors those that write run on what is here; others raise LayoutError."""
+    if not name.endswith("_"):
+        raise refuse_to_read(absent)
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (tuple, list))]
+    number = len(lists[0])
+    here = [i for i in range(number) if not any(len(a) == number and _is_absent(a[i]) for a in lists)]
+
+    def present(value: Any) -> Any:
+        return [value[i] for i in here] if isinstance(value, (tuple, list)) and len(value) == number else value
+
+    if here:
+        func(*map(present, args), **{key: present(value) for key, value in kwargs.items()})
+    return args[0]
+
+
+def _is_absent(value: Any) -> bool:
+    return isinstance(value, _Placed) and not value._place.held
+
+
+def _have_dims(args: Any) -> Iterator[bool]:
+    for value in args:
+        if isinstance(value, (tuple, list)):
+            yield from _have_dims(value)
+        elif _is_absent(value):
+            yield value.dim() > 0
+
+
+def _places(value: Any) -> Iterator[ParameterPlace]:
+    if isinstance(value, _Placed):
         yield value._place
     elif isinstance(value, (tuple, list)):
         for item in value:
@@ -94,7 +223,7 @@ def _places(value: Any) -> Any:
 
 
 def _mark(value: Any, place: ParameterPlace) -> Any:
-    if isinstance(value, Tensor) and value.dim() and not isinstance(value, CutTensor):
+    if isinstance(value, Tensor) and (value.dim() or not place.held) and not isinstance(value, _Placed):
         part = value.as_subclass(
             CutTensor
         )  # keeps the graph: a penalty on the distance from kept values has a gradient
@@ -108,6 +237,7 @@ def _mark(value: Any, place: ParameterPlace) -> Any:
 @torch.no_grad()
 def join(part: Tensor, place: ParameterPlace) -> Tensor:
     """The whole tensor from what the ranks of `place.parts`, or of the pipeline, hold: a collective over them."""
+    part = part.as_subclass(Tensor)
     whole = _of_parts(part, place)
     if place.pipeline is None:
         return whole

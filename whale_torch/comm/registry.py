@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale_torch.errors import CheckpointError
+from whale_torch.errors import CheckpointError, LayoutError
 from whale_torch.mesh import Group
 from whale_torch.planning.layout import Shard
 
-__all__ = ["ParameterPlace", "by_name", "place_of", "refuse_to_write", "set_place"]
+__all__ = ["ParameterPlace", "by_name", "place_of", "refuse_to_read", "refuse_to_write", "set_place"]
 
 _KEY = "_whale_place"
 
@@ -85,6 +85,18 @@ def refuse_to_write(place: ParameterPlace) -> CheckpointError:
         f"of {place.shard.shape}, so writing it would lose the rest.",
         where=place.site,
         fix=fix,
+    )
+
+
+def refuse_to_read(place: ParameterPlace) -> LayoutError:
+    """The error of whoever reads values of a tensor that another rank holds."""
+    assert place.pipeline is not None
+    return LayoutError(
+        f"a number was asked for of '{place.name}', which belongs to a stage of rank "
+        f"{place.pipeline.ranks[place.holder]}: this rank ({place.pipeline.rank}) has no values of it.",
+        where=place.site,
+        fix="read wh.full_state_dict(model), made on every rank; put a penalty on parameters into the model's forward; "
+        "norms of gradients are wh.clip_grad_norm_'s",
     )
 
 

@@ -19,7 +19,7 @@ from whale_torch.trace.program import StageProgram
 from whale_torch.trace.tracer import record
 from whale_torch.trace.twin import Twin
 
-__all__ = ["arguments", "count_rows", "record_step"]
+__all__ = ["arguments", "check_busy", "count_rows", "record_step"]
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -53,7 +53,7 @@ def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int)
         graph = _record(twin, args, kwargs, pipeline, (dim, rows, size))
         wanted, has_loss = _results(graph)
         programs = cut(graph, wanted, pipeline.num_stages)
-        _check_busy(pipeline, programs)
+        check_busy(pipeline, programs)
         output_bytes += 0 if has_loss else times * _bytes_of(wanted)
         for program in programs:
             for source, nodes in program.receives.items():
@@ -99,7 +99,7 @@ def _record(
         ) from error
 
 
-def _check_busy(pipeline: PipelinePlan, programs: Sequence[StageProgram]) -> None:
+def check_busy(pipeline: PipelinePlan, programs: Sequence[StageProgram]) -> None:
     """Raises PlanError for a stage that a forward leaves without work."""
     for program in programs:
         if not program.modules and not any(step.node.stage == program.index for step in program.steps):

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whale_torch.comm.cut_tensor import without_memory
 from whale_torch.errors import PlanError
 from whale_torch.planning.layout import Shard
 from whale_torch.strategies.batch import digest
+from whale_torch.strategies.kept import Kept, NeedsAll, NeedsNoAbsent
 
 __all__ = ["InitFunction", "check_can_materialize", "is_meta", "materialize"]
 
 InitFunction = Callable[[nn.Module], None]
 Cuts = dict[str, tuple[Shard, int]]
-Member = tuple[str, Tensor]
+Member = tuple[str, nn.Parameter]
+_FIX = "initialise every parameter in the module that owns it, or build the model with memory"
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -50,6 +53,7 @@ def materialize(
     seed: int,
     init_fn: InitFunction | None,
     given: Collection[str] = (),
+    kept: Kept | None = None,
     any_rank: Callable[[bool], bool] = bool,
 ) -> None:
     """Gives every meta parameter and buffer its initial values; at most one module's tensors are whole at a time.
@@ -59,15 +63,19 @@ def materialize(
     init_fn(module) replaces reset_parameters() where a model has an initialiser of its own; it is called on every
     module that holds meta tensors, containers included. A container that draws values of its members (GPT-2's blocks)
     is whole while it does. given: names whose memory is only made, since their values come from a state dict.
+    kept: what a rank keeps where that is not all: only modules that give values to it are initialised, and a container
+    whose initialiser draws or reads values of other ranks' members is whole while it does. Parameters that are not kept
+    end without memory, buffers on the meta device.
     any_rank: whether a flag is set on some rank.
     Raises PlanError, with the model as it was, where an initialiser leaves a tensor unset, replaces a parameter, or
     changes values of a member that had memory before or is tied to what lies elsewhere.
     """
-    run = _Materialize(model, cuts, seed, init_fn, given, any_rank)
+    run = _Materialize(model, cuts, seed, init_fn, given, kept or Kept(), any_rank)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
             for name, module in reversed(list(model.named_modules())):
                 run.visit(name, module)
+            run.leave_out()
             any_rank(False)  # the last question: where another rank failed, its answer raises, and this rank goes back
     except BaseException:
         run.undo()
@@ -84,49 +92,107 @@ class _Materialize:
         seed: int,
         init_fn: InitFunction | None,
         given: Collection[str],
+        kept: Kept,
         any_rank: Callable[[bool], bool],
     ):
         self.cuts, self.seed, self.init_fn, self.given, self.any_rank = cuts, seed, init_fn, given, any_rank
+        self.kept = kept
         self.first = _first_names(model)
         self.had_memory = {id(p) for p in model.parameters() if not p.is_meta}
+        self._modules = dict(model.named_modules())
         self._around: set[str] = set()  # containers of modules that were initialised
+        self._reached = {self.first[number] for number in self.had_memory}  # names that have values somewhere
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._held: list[tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, Tensor | None]]] = []
-        self._whole: dict[int, nn.Parameter] | None = None  # what is cut later, while a container is whole
+        # names, and what is here of them, that are cut or given back later, while a container is whole
+        self._whole: dict[str, nn.Parameter | None] | None = None
+        self._needed = True  # whether a container that is whole is whole here
+        self._drawn: list[str] = []
 
     def visit(self, name: str, module: nn.Module) -> None:
         self._held.append((module, dict(module._parameters), dict(module._buffers)))
         own = [(key, t, _full(name, key)) for key, t in _own(module)]
         fresh = [key for key, t, full in own if _is_fresh(t, full, self.first, self.given)]
         for key, t, full in own:
-            if _is_fresh(t, full, self.first) and full in self.given:
-                self._make(module, key, name, whole=False)
-        if fresh or (self.init_fn is not None and name in self._around):
-            self._around.update(_containers(name))
-            if self._initialise(name, module, fresh):
-                self._again(name, module)
+            if _is_fresh(t, full, self.first):
+                self._reach(module, key, full)
+        if not fresh and (self.init_fn is None or name not in self._around):
+            return
+        self._around.update(_containers(name))
+        asks = self._asks(name, module, fresh)
+        again = self._gives_values(name, module, fresh) and self._initialise(name, module, fresh)
+        if asks and self.any_rank(again):
+            if self._whole is not None:
+                raise self._lies_elsewhere(name, module)
+            self._again(name, module)
+
+    def _reach(self, module: nn.Module, key: str, full: str) -> None:
+        """A tensor's turn has come: what a state dict gives needs memory only."""
+        self._reached.add(full)
+        if self._whole is not None:
+            self._whole[full] = None
+        if full not in self.given or not (self._needed if self._whole is not None else self.kept.is_here(full)):
+            return
+        self._make(module, key, full, whole=self._whole is not None)
+        if self._whole is not None:
+            self._whole[full] = module._parameters.get(key)
+
+    def _gives_values(self, name: str, module: nn.Module, fresh: list[str]) -> bool:
+        """Whether the module's initialiser may give values to something that this rank keeps."""
+        if self._whole is not None:
+            return self._needed
+        if any(self.kept.is_here(_full(name, key)) for key in fresh):
+            return True
+        own = {id(p) for p in module._parameters.values()}
+        inside = (self.first[id(p)] for p in module.parameters() if id(p) not in own)
+        return any(self.kept.is_here(first) for first in inside)
+
+    def _asks(self, name: str, module: nn.Module, fresh: list[str]) -> bool:
+        """Whether the module's initialiser may meet members that are not whole on some rank; alike on all ranks."""
+        members = self._members(name, module)
+        if any(first in self.cuts for first in members):
+            return True
+        if not members:
+            return False
+        own = {self.first[id(p)] for p in module._parameters.values() if p is not None}
+        names = {*members, *own, *(_full(name, key) for key in fresh)}
+        return len({self.kept.places.get(first) for first in names}) > 1
+
+    def _members(self, name: str, module: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
+        """Members' parameters that have their values, but for those that are whole for now; alike on all ranks."""
+        found: dict[str, tuple[str, nn.Parameter]] = {}
+        for key, parameter in module.named_parameters(prefix=name):
+            first = self.first.get(id(parameter))  # None: a throwaway
+            if first is None or key.rpartition(".")[0] == name or first not in self._reached:
+                continue
+            if self._whole is None or first not in self._whole or id(parameter) in self.had_memory:
+                found[first] = (key, parameter)
+        return found
 
     def _again(self, name: str, container: nn.Module) -> None:
-        """Initialises a container that draws values of cut members once more, with all of it whole."""
+        """Initialises a container that needs values of members that are not whole here once more, with all of it."""
         inside = list(container.named_modules(prefix=name))
         self._give_back({id(p) for p in container.parameters()}, {id(module) for _, module in inside})
         self._whole = {}
+        self._needed = any(self.kept.is_here(self.first[id(p)]) for p in container.parameters())
         for member, module in reversed(inside):
             self.visit(member, module)
-        cut_now, self._whole = self._whole, None
-        for parameter in cut_now.values():
-            self._cut(parameter)
+        done, self._whole = self._whole, None
+        for parameter in done.values():
+            if parameter is not None:
+                self._settle(parameter)
 
-    def _cut(self, parameter: nn.Parameter) -> None:
-        cut = self.cuts.get(self.first[id(parameter)])
-        if cut is None:
-            return
+    def _settle(self, parameter: nn.Parameter) -> None:
+        """What this rank keeps of a parameter that is whole: all, its part, or nothing."""
+        name = self.first[id(parameter)]
         if self._whole is not None:
-            self._whole[id(parameter)] = parameter
-        else:
+            self._whole[name] = parameter
+        elif not self.kept.is_here(name):
+            self._give_back({id(parameter)}, ())
+        elif (cut := self.cuts.get(name)) is not None:
             parameter.data = cut[0].cut(parameter.data, cut[1])
 
-    def _make(self, module: nn.Module, key: str, name: str, *, whole: bool) -> None:
+    def _make(self, module: nn.Module, key: str, full: str, *, whole: bool) -> None:
         """Memory for one meta tensor, of its whole shape or of this rank's part."""
         parameter = module._parameters.get(key)
         if parameter is None:
@@ -134,65 +200,85 @@ class _Materialize:
             assert buffer is not None
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
             return
-        shape = torch.Size(parameter.shape)
-        if not whole and (cut := self.cuts.get(self.first[id(parameter)])) is not None:
-            shape = torch.Size(cut[0].local_shape(cut[1]))
-        data = torch.empty(shape, dtype=parameter.dtype, device="cpu")
+        shape = torch.Size(parameter.shape) if whole else self._local_shape(parameter)
+        self._swap(parameter, torch.empty(shape, dtype=parameter.dtype, device="cpu"), full)
+
+    def _local_shape(self, parameter: nn.Parameter) -> torch.Size:
+        cut = self.cuts.get(self.first[id(parameter)])
+        return torch.Size(parameter.shape if cut is None else cut[0].local_shape(cut[1]))
+
+    def _swap(self, parameter: nn.Parameter, data: Tensor, full: str) -> None:
+        """Gives a parameter on the meta device memory."""
         real = nn.Parameter(data, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)  # swapping takes a user's marks along
         try:
             torch.utils.swap_tensors(parameter, real)
         except RuntimeError as error:
             raise PlanError(
-                f"parameter '{_full(name, key)}' on the meta device cannot be given memory: {error}",
+                f"parameter '{full}' on the meta device cannot be given memory: {error}",
                 fix="call wh.parallelize before anything keeps a weak reference to the parameters or a graph over them",
             ) from error
         self._swapped.append((parameter, real))
 
+    def leave_out(self) -> None:
+        """Parameters that this rank does not keep get their shape and no memory."""
+        for name, module in self._modules.items():
+            for key, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    like = torch.empty(self._local_shape(parameter), dtype=parameter.dtype, device="meta")
+                    self._swap(parameter, without_memory(like, self.kept.device), _full(name, key))
+
     def _initialise(self, name: str, module: nn.Module, fresh: list[str]) -> bool:
-        """Whether it has to be done again with the whole module, since it drew values of cut members."""
-        kept = self._shield(module, fresh)
+        """Whether it has to be done again with the whole module, since it needs values that are not whole here."""
+        throwaways = self._shield(module, fresh)
         for key in fresh:
-            self._make(module, key, name, whole=True)
+            self._make(module, key, _full(name, key), whole=True)
         before = {key: t for key, t in _own(module) if key in fresh}
         versions = {key: _mark_unset(t) for key, t in before.items()}
-        members = list(self._members(name, module))
-        hashes = [digest(t) for _, t in members]
-        how = self._run(name, module)
-        changed = [member for member, value in zip(members, hashes, strict=True) if digest(member[1]) != value]
-        if self._draws_cut_members(f"{how} of module '{name}' ({type(module).__name__})", members, changed):
+        members = self._members(name, module)
+        watched = [m for first, m in members.items() if self._must_stay(first, m[1])]
+        hashes = [digest(t) for _, t in watched]
+        how = self._how(name, module)
+        incomplete = self._whole is None and not all(map(self.kept.is_here, members))
+        if not self._run(name, module, incomplete=incomplete):
+            return True
+        changed = [member for member, value in zip(watched, hashes, strict=True) if digest(member[1]) != value]
+        if self._draws_parts(how, changed):
             return True
         for key, made in before.items():
-            self._check_set(how, name, module, key, made, versions[key])
-        for key, t in kept.items():
+            self._check_set(name, module, key, made, versions[key])
+        for key, t in throwaways.items():
             (module._parameters if key in module._parameters else module._buffers)[key] = t  # type: ignore[assignment]
         for key in fresh:
             parameter = module._parameters.get(key)
             if parameter is not None:
-                self._cut(parameter)
+                self._settle(parameter)
         return False
 
-    def _draws_cut_members(self, how: str, members: list[Member], changed: list[Member]) -> bool:
-        """Whether values that depend on the layout were written; constants do not. Parts may be empty: ask all ranks.
+    def _must_stay(self, first: str, parameter: nn.Parameter) -> bool:
+        """Whether an initialiser must leave a member's values alone."""
+        if parameter.is_meta or first in self.given:
+            return False
+        return id(parameter) in self.had_memory or first in self.cuts
+
+    def _draws_parts(self, how: str, changed: list[Member]) -> bool:
+        """Whether values that depend on the layout were written; constants do not.
 
         Raises PlanError where no second run can help.
         """
-        fix = "initialise every parameter in the module that owns it, or build the model with memory"
         for member, t in changed:
             if id(t) in self.had_memory:
-                raise PlanError(f"{how} changes '{member}' of a member, which had values before.", fix=fix)
-        is_cut = {id(t) for _, t in members if self.first[id(t)] in self.cuts}
-        if not is_cut:
-            return False
-        drawn = [member for member, t in changed if id(t) in is_cut and not _is_constant(t)]
-        if not self.any_rank(bool(drawn)):
-            return False
-        if self._whole is not None:
-            raise PlanError(f"{how} changes {drawn or 'parameters'} of members, which lie elsewhere too.", fix=fix)
-        return True
+                raise PlanError(f"{how} changes '{member}' of a member, which had values before.", fix=_FIX)
+        self._drawn = [member for member, t in changed if not _is_constant(t)]
+        return bool(self._drawn)
 
-    def _check_set(self, how: str, name: str, module: nn.Module, key: str, made: Tensor, version: int) -> None:
+    def _lies_elsewhere(self, name: str, module: nn.Module) -> PlanError:
+        how, members = self._how(name, module), self._drawn or "parameters"
+        return PlanError(f"{how} changes {members} of members, which lie elsewhere too.", fix=_FIX)
+
+    def _check_set(self, name: str, module: nn.Module, key: str, made: Tensor, version: int) -> None:
         """Raises PlanError where an initialiser replaced a parameter or left a tensor unset."""
+        how = self._what()
         if key in module._parameters and module._parameters[key] is not made:
             raise PlanError(f"{how} replaces parameter '{_full(name, key)}'.", fix="set its values in place")
         if (module._parameters.get(key) is made or module._buffers.get(key) is made) and _is_unset(made, version):
@@ -201,16 +287,32 @@ class _Materialize:
                 fix="set it there, give wh.parallelize(init_fn=lambda module: ...), or build the model with memory",
             )
 
-    def _run(self, name: str, module: nn.Module) -> str:
-        """Calls the module's initialiser and says how it is called."""
+    def _what(self) -> str:
+        return "init_fn" if self.init_fn is not None else "reset_parameters()"
+
+    def _how(self, name: str, module: nn.Module) -> str:
+        return f"{self._what()} of module '{name}' ({type(module).__name__})"
+
+    def _run(self, name: str, module: nn.Module, *, incomplete: bool) -> bool:
+        """Calls the module's initialiser; False where it needs members that are not here."""
         torch.default_generator.manual_seed(_seed(self.seed, name))
+        if not incomplete:
+            self._call(name, module)
+            return True
+        try:
+            with NeedsNoAbsent():
+                self._call(name, module)
+        except (NeedsAll, Exception):  # an error of its own comes again where all of the container is there
+            return False
+        return True
+
+    def _call(self, name: str, module: nn.Module) -> None:
         if self.init_fn is not None:
             self.init_fn(module)
-            return "init_fn"
+            return
         reset = _reset_of(module)
         assert reset is not None, f"check_can_materialize lets '{name}' pass"
         reset()
-        return "reset_parameters()"
 
     def _shield(self, module: nn.Module, fresh: list[str]) -> dict[str, Tensor]:
         """Puts throwaway tensors in the place of those that have values: tied, given or built with memory."""
@@ -224,18 +326,6 @@ class _Materialize:
             else:
                 module._buffers[key] = t.clone()
         return kept
-
-    def _members(self, name: str, module: nn.Module) -> list[Member]:
-        """Parameters of members whose values an initialiser must leave alone."""
-        found: list[Member] = []
-        for key, parameter in module.named_parameters(prefix=name):
-            known = self.first.get(id(parameter))  # None: a throwaway
-            if known is None or key.rpartition(".")[0] == name or parameter.is_meta or known in self.given:
-                continue
-            whole_now = self._whole is not None and id(parameter) in self._whole
-            if id(parameter) in self.had_memory or (known in self.cuts and not whole_now):
-                found.append((key, parameter))
-        return found
 
     def _give_back(self, parameters: Collection[int] | None = None, modules: Collection[int] | None = None) -> None:
         """Gives parameters and modules (all by default) back as they were."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from whale_torch.comm.collectives import broadcast_copy
+from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.gradients import GradientReducer
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction
@@ -27,20 +30,26 @@ def place_whole_parameters(model: nn.Module, mesh: Mesh) -> None:
 
 
 @torch.no_grad()
-def equalize(model: nn.Module, mesh: Mesh) -> None:
-    """Copies every parameter from the first rank that holds it, and every buffer from rank 0."""
+def equalize(model: nn.Module, mesh: Mesh, buffers: Mapping[str, Group] | None = None) -> None:
+    """Copies every parameter and buffer from the first rank that holds it.
+
+    buffers: those that not all ranks hold, and the ranks that do.
+    """
     for name, parameter in model.named_parameters():
         place = place_of(parameter)
         assert place is not None
-        if place.copies.size > 1:
-            _broadcast(parameter.data, place.copies, name)
+        if place.copies.size > 1 and place.held:
+            _broadcast(parameter.data, place.copies, name, mesh.device)
     if mesh.world > 1:
+        everyone = mesh.everyone()
         for name, buffer in model.named_buffers():
-            _broadcast(buffer, mesh.everyone(), name)
+            group = (buffers or {}).get(name, everyone)
+            if group.size > 1 and not isinstance(buffer, CutTensor):  # else another rank's
+                _broadcast(buffer, group, name, mesh.device)
 
 
-def _broadcast(x: Tensor, group: Group, name: str) -> None:
-    first = broadcast_copy(x, group, name=f"first values of {name}")
+def _broadcast(x: Tensor, group: Group, name: str, device: torch.device) -> None:
+    first = broadcast_copy(x.to(device), group, name=f"first values of {name}")
     for dim, stride in enumerate(x.stride()):
         if stride == 0:  # expanded: one value stands for all
             x, first = x.narrow(dim, 0, min(1, x.shape[dim])), first.narrow(dim, 0, min(1, x.shape[dim]))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from whale_torch.comm.call import Anchor, Call, Trained, accept, deliver, givers_of
 from whale_torch.comm.columns import Columns, plain
+from whale_torch.comm.cut_tensor import dtypes_of_trained
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.local_random import stream_code
 from whale_torch.comm.region import Region
@@ -210,7 +211,7 @@ class Runtime:
             self.gradients.sync = sync
 
     def _trained_dtypes(self) -> list[torch.dtype | None]:
-        return [p.dtype if p.requires_grad else None for p in self._members.parameters]
+        return dtypes_of_trained(self._members.parameters)
 
     def scale_losses(self, scale: Callable[[], float]) -> None:
         """Told by a GradScaler by what it multiplies losses, for a backward that runs before it can."""

@@ -15,9 +15,10 @@ from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace, place_of
 from whale_torch.errors import CheckpointError
 
-__all__ = ["attach_state_hooks", "cut_places", "first_cut", "refuse_assign"]
+__all__ = ["attach_state_hooks", "cut_places", "first_cut", "note_pipelined", "pipeline_places", "refuse_assign"]
 
 _KEY = "_whale_cuts"
+_PIPELINED = "_whale_pipelined"
 
 
 def cut_places(module: nn.Module) -> dict[str, ParameterPlace]:
@@ -29,6 +30,21 @@ def cut_places(module: nn.Module) -> dict[str, ParameterPlace]:
 def first_cut(model: nn.Module) -> ParameterPlace | None:
     """The place of some cut parameter of a model or a copy of one, None where nothing is cut."""
     return next((place for module in model.modules() for place in cut_places(module).values()), None)
+
+
+def note_pipelined(module: nn.Module, key: str, place: ParameterPlace) -> None:
+    """Notes which ranks of a pipeline have a module's own parameter or buffer; copies of the module know it too."""
+    module.__dict__.setdefault(_PIPELINED, {})[key] = place
+
+
+def pipeline_places(model: nn.Module) -> dict[str, ParameterPlace]:
+    """Where the tensors of a pipelined model, of a member or of a copy of one lie, by name."""
+    found: dict[str, ParameterPlace] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for key, place in module.__dict__.get(_PIPELINED, {}).items():
+            if isinstance(place, ParameterPlace):  # what was read from a pickle knows no ranks
+                found[f"{name}.{key}" if name else key] = place
+    return found
 
 
 def attach_state_hooks(model: nn.Module) -> None:

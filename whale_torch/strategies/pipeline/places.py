@@ -1,25 +1,31 @@
-"""Which ranks of a pipeline hold which parameters, once a recording says which stages use them."""
+"""What a rank of a pipeline has of a model: its own stages' tensors, the groups of its ties, the reducers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from whale_torch.comm.cut_tensor import AbsentParameter, CutTensor, without_memory
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
 from whale_torch.errors import CommError, LayoutError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan, Reduce
+from whale_torch.strategies.kept import Kept
+from whale_torch.strategies.pipeline.holders import Holders
 from whale_torch.strategies.pipeline.stand_ins import StandIns
-from whale_torch.trace.program import StageProgram
+from whale_torch.strategies.state_hooks import note_pipelined
 
 __all__ = ["Places", "StageReducer", "averaging"]
+
+_SIZES_OF_TIES = 4 << 20, 8  # bytes of a bucket, and buckets at a time
 
 
 @dataclass(frozen=True)
@@ -63,147 +69,156 @@ def _end(reducers: Sequence[StageReducer], *, void: bool) -> None:
 
 
 class Places:
-    """Of every parameter of a model: the stages that use it, and the places of the pipeline that hold it.
+    """What follows from where the tensors of a model lie: groups of ties, values that are let go, reducers.
 
     Its groups are made on all ranks in one order.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, pipeline: Group, programs: Sequence[StageProgram]):
+    def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, holders: Holders):
         assert plan.pipeline is not None
-        self._site, self._place_of = plan.pipeline.site, plan.pipeline.place_of
-        self._plan, self._mesh, self._pipeline = plan, mesh, pipeline
+        self._site = plan.pipeline.site
+        self._plan, self._mesh, self.holders = plan, mesh, holders
+        self._pipeline = mesh.group("a pipeline", plan.device("replica").pipelines)
         self._parameters = dict(model.named_parameters())
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self.stages = self._stages(programs)
-        self._runs = {name: program.index for program in reversed(programs) for name in program.modules}
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                self._owners[id(parameter)].append((module, key))
         self.ties: dict[tuple[int, ...], Group] = {}
-        for name in self._parameters:
-            places = self.places_of(name)
+        for name in [*self._parameters, *(name for name, _, _ in holders.buffers())]:
+            places = holders.places_of(name)
             if len(places) > 1 and places not in self.ties:
                 self.ties[places] = self._tie(places, "tied parameters")
 
-    def _used(self, programs: Sequence[StageProgram]) -> dict[str, set[int]]:
-        """The stages that use each parameter, by its first name."""
-        first = {id(p): name for name, p in self._parameters.items()}
-        found: dict[str, set[int]] = {name: set() for name in self._parameters}
-        for program in programs:
-            used = [p for name in program.modules for p in self._modules[name].parameters()]
-            for name in program.parameters:
-                owner, _, key = name.rpartition(".")
-                used.append(getattr(self._modules[owner], key))
-            for parameter in used:
-                found[first[id(parameter)]].add(program.index)
-        return found
-
-    def _stages(self, programs: Sequence[StageProgram]) -> dict[str, set[int]]:
-        """As `_used`; a parameter that no stage uses is on the stage around it, or the first."""
-        assert self._plan.pipeline is not None
-        found = self._used(programs)
-        for name, stages in found.items():
-            if not stages:
-                stages.add(self._plan.pipeline.stage_of(name.rpartition(".")[0]) or 0)
-        return found
-
-    def places_of(self, name: str) -> tuple[int, ...]:
-        """The places that hold a parameter, ascending."""
-        return tuple(sorted({self._place_of(stage) for stage in self.stages[name]}))
-
-    def place_of_module(self, name: str) -> int:
-        """The place that runs a module, by its name or that of what contains it; that of stage 0 where none does."""
-        while name not in self._runs and name:
-            name = name.rpartition(".")[0]
-        return self._place_of(self._runs.get(name, 0))
+    def is_here(self, name: str) -> bool:
+        """Whether this rank holds a parameter, by its first name, or a buffer."""
+        return self._pipeline.index in self.holders.places_of(name)
 
     def held(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, by name."""
-        here = self._pipeline.index
-        return {name: p for name, p in self._parameters.items() if here in self.places_of(name)}
+        return {name: p for name, p in self._parameters.items() if self.is_here(name)}
 
-    def check(self, programs: Sequence[StageProgram]) -> None:
-        """Raises LayoutError, alike on every rank, where a further kind of call uses a parameter on another stage."""
-        for name, stages in self._used(programs).items():
-            if not stages <= self.stages[name]:
-                raise LayoutError(
-                    f"this call uses '{name}' on {_named(stages)}, and it lies with {_named(self.stages[name])}, where "
-                    "the first call used it or where it was put unused.",
-                    where=self._site,
-                    fix="put its module into a wh.stage(), or make the first call (or sample_inputs) one that uses it",
-                )
-
-    def note(self) -> None:
-        """Notes for every parameter where it lies; gives those of other ranks no memory, but their shape."""
-        held = self.held()
+    def copies_of(self, name: str) -> Group:
+        """The ranks with the same values of a tensor, one of which is this one where it holds it."""
+        places = self.holders.places_of(name)
+        if len(places) == self._pipeline.size and name not in self.holders:
+            return self._mesh.everyone()
         replicas = self._mesh.group("copies of a stage", self._plan.device("replica").copies)
+        return self.ties.get(places, replicas)
+
+    def copies_of_buffers(self, names: Collection[str]) -> dict[str, Group]:
+        """For those of the buffers named that not every rank has, the ranks that have them."""
+        return {name: self.copies_of(name) for name, _, _ in self.holders.buffers() if name in names}
+
+    def kept(self) -> Kept:
+        """What this rank keeps of a model that is to be made."""
+        return Kept(self.holders.table(), self._pipeline.index, self._mesh.device)
+
+    def note(self, names: Collection[str] | None = None) -> None:
+        """Notes for every parameter and buffer (of `names`) where it lies; gives those of other ranks no memory."""
         for name, parameter in self._parameters.items():
-            places, before = self.places_of(name), place_of(parameter)
-            cut = before if before is not None and before.shard is not None else None
-            place = ParameterPlace(
-                name,
-                cut.copies if cut else self.ties.get(places, replicas),
-                shard=cut.shard if cut else None,
-                parts=cut.parts if cut else None,
-                site=cut.site if cut else self._site,
-                world=self._mesh.everyone(),
-                pipeline=self._pipeline,
-                holder=places[0],
-                held=name in held,
-            )
-            set_place(parameter, place)
-            if name not in held:
-                parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        ours = {id(parameter) for parameter in held.values()}
+            if names is None or name in names:
+                self._note_parameter(name, parameter)
+        for name, module, key in list(self.holders.buffers()):
+            if names is None or name in names:
+                self._note_pipelined(name, module, key)
+
+    def _note_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        before = place_of(parameter)
+        cut = before if before is not None and before.shard is not None else None
+        place = ParameterPlace(
+            name,
+            cut.copies if cut else self.copies_of(name),
+            shard=cut.shard if cut else None,
+            parts=cut.parts if cut else None,
+            site=cut.site if cut else self._site,
+            world=self._mesh.everyone(),
+            pipeline=self._pipeline,
+            holder=self.holders.source_of(name),
+            held=self.is_here(name),
+        )
+        set_place(parameter, place)
+        for module, key in self._owners[id(parameter)]:
+            note_pipelined(module, key, place)
+        if not place.held:
+            AbsentParameter.make(parameter, place, self._mesh.device)
+
+    def _note_pipelined(self, name: str, module: nn.Module, key: str) -> None:
+        place = ParameterPlace(
+            name,
+            self.copies_of(name),
+            site=self._site,
+            pipeline=self._pipeline,
+            holder=self.holders.source_of(name),
+            held=self.is_here(name),
+        )
+        note_pipelined(module, key, place)
+        buffer = module._buffers[key]
+        assert buffer is not None
+        if not place.held:
+            module._buffers[key] = CutTensor.of(without_memory(buffer.as_subclass(Tensor), self._mesh.device), place)
+
+    def refuse_calls(self) -> None:
+        """Lets modules of other ranks' stages say so where they are called."""
+        ours = {id(parameter) for parameter in self.held().values()}
         for name, module in self._modules.items():
             if any(p is not None and id(p) not in ours for p in module._parameters.values()):
                 module.register_forward_pre_hook(_refusal(name, self._site))
 
     def reducers(self, stand_ins: StandIns) -> list[StageReducer]:
-        """One reducer for every group of this rank's gradients that are averaged together."""
-        found = []
-        held = self.held()
+        """One reducer for every group of this rank's gradients that are averaged together, of one dtype."""
+        found: list[StageReducer] = []
         for number, reduce in enumerate(self._plan.reduces):
-            names = [name for name in reduce.parameters if name in held and held[name].requires_grad]
-            for places, tie in [((), None), *self.ties.items()]:
-                mine = [name for name in names if (self.places_of(name) if tie else ()) == places]
-                if tie is None:
-                    mine = [name for name in names if len(self.places_of(name)) == 1]
-                group = self._group(reduce, number, places)
-                if mine and group.size > 1:
-                    found.append(
-                        self._reducer(reduce, group, [held[name] for name in mine], stand_ins, len(places) or 1)
-                    )
-        if not self._plan.reduces:  # one pipeline: only what is tied
-            for places in self.ties:
-                tie = self._tie(places, f"gradients {places}")
-                mine = [n for n, p in held.items() if self.places_of(n) == places and p.requires_grad]
-                if mine:
-                    found.append(self._tied_reducer(tie, [held[name] for name in mine], stand_ins, len(places)))
+            for places in ((), *self.ties):
+                for dtype, names in self._by_dtype(reduce.parameters, places):
+                    group = self._group(reduce, number, places, dtype)
+                    wire = getattr(torch, reduce.wire) if reduce.wire else dtype.to_real()
+                    sizes = reduce.bucket_bytes, reduce.max_in_flight
+                    found += self._reducer(group, wire, names, stand_ins, len(places) or 1, sizes)
+        for places in self.ties if not self._plan.reduces else ():  # one pipeline: only what is tied
+            for dtype, names in self._by_dtype(self._parameters, places):
+                tie = self._tie(places, f"gradients {places} {dtype}")
+                found += self._reducer(tie, dtype.to_real(), names, stand_ins, len(places), _SIZES_OF_TIES)
         return found
 
-    def _group(self, reduce: Reduce, number: int, places: tuple[int, ...]) -> Group:
-        channel = f"gradients {number} {places}"
+    def _by_dtype(
+        self, names: Iterable[str], places: tuple[int, ...]
+    ) -> Iterator[tuple[torch.dtype, list[nn.Parameter]]]:
+        """Parameters that these places hold, any one where there are none, by dtype; in one order on all ranks."""
+        found: dict[torch.dtype, list[nn.Parameter]] = {}
+        for name in names:
+            held_by = self.holders.places_of(name)
+            if held_by == places or (not places and len(held_by) == 1):
+                found.setdefault(self._parameters[name].dtype, []).append(self._parameters[name])
+        yield from found.items()
+
+    def _group(self, reduce: Reduce, number: int, places: tuple[int, ...], dtype: torch.dtype) -> Group:
+        channel = f"gradients {number} {places} {dtype}"
         if places:
             return self._tie(places, channel)
         join = self._mesh.two_levels if reduce.algorithm == "hierarchical" else self._mesh.group
         return join(f"copies of {reduce.device}", self._plan.device(reduce.device).copies, channel=channel)
 
     def _reducer(
-        self, reduce: Reduce, group: Group, parameters: list[nn.Parameter], stand_ins: StandIns, times: int
-    ) -> StageReducer:
-        wire = getattr(torch, reduce.wire) if reduce.wire else parameters[0].dtype.to_real()
+        self,
+        group: Group,
+        wire: torch.dtype,
+        parameters: list[nn.Parameter],
+        stand_ins: StandIns,
+        times: int,
+        sizes: tuple[int, int],
+    ) -> list[StageReducer]:
+        """That of the parameters which are trained here; none where there are none, or nobody else holds them."""
+        held = self.held()
+        mine = [p for p in parameters if p.requires_grad and held.get(_name(p)) is p]
+        if not mine or group.size == 1:
+            return []
+        aliases = [stand_ins.of(p) for p in mine]
         reduction = Reduction(group, wire, levels=group.levels)
-        aliases = [stand_ins.of(p) for p in parameters]
-        reducer = Reducer(
-            aliases, reduction, bucket_bytes=reduce.bucket_bytes, max_in_flight=reduce.max_in_flight, hooked=False
-        )
-        return StageReducer(reducer, tuple(aliases), times)
-
-    def _tied_reducer(
-        self, group: Group, parameters: list[nn.Parameter], stand_ins: StandIns, times: int
-    ) -> StageReducer:
-        reduction = Reduction(group, parameters[0].dtype.to_real(), levels=group.levels)
-        aliases = [stand_ins.of(p) for p in parameters]
-        reducer = Reducer(aliases, reduction, bucket_bytes=4 << 20, max_in_flight=8, hooked=False)
-        return StageReducer(reducer, tuple(aliases), times)
+        bucket_bytes, max_in_flight = sizes
+        reducer = Reducer(aliases, reduction, bucket_bytes=bucket_bytes, max_in_flight=max_in_flight, hooked=False)
+        return [StageReducer(reducer, tuple(aliases), times)]
 
     def _tie(self, places: tuple[int, ...], channel: str) -> Group:
         """The ranks at these places of all pipelines; every other rank is alone."""
@@ -226,5 +241,7 @@ def _refusal(name: str, site: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _named(stages: set[int]) -> str:
-    return f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, sorted(stages)))}"
+def _name(parameter: nn.Parameter) -> str:
+    place = place_of(parameter)
+    assert place is not None
+    return place.name

@@ -9,9 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from whale_torch.comm.cut_tensor import dtypes_of_trained
 from whale_torch.errors import LossError
 from whale_torch.planning.pipelines import leaf_of
 from whale_torch.planning.plan import Plan
+from whale_torch.strategies.pipeline.batches import MicroBatches, micro_batches
 from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, training_results
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Context, Graph, Node, nodes_in
@@ -67,6 +69,23 @@ class Programs:
     def __len__(self) -> int:
         return len(self._known)
 
+    def of_batch(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, mode: Mode
+    ) -> tuple[MicroBatches, list[Program]]:
+        """A call's micro-batches, and the program of each."""
+        cut = micro_batches(args, kwargs, rows, self._plan.num_micro_batches, self._batch_dim)
+        kinds = {rows: self.of(*cut.call(rows), rows, mode) for rows in dict.fromkeys(cut.rows)}
+        if len(cut.rows) > 1 and any(program.whole for program in kinds.values()):
+            cut = micro_batches(args, kwargs, rows, 1, self._batch_dim)
+            kinds = {rows: self.of(*cut.call(rows), rows, mode)}
+        return cut, [kinds[rows] for rows in cut.rows]
+
+    def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> tuple[StageProgram, ...]:
+        """The stages of the first micro-batch of a call to come, of inputs like these."""
+        with torch.enable_grad():
+            _, programs = self.of_batch(args, kwargs, rows, "train" if self._model.training else "outputs")
+        return programs[0].stages
+
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, mode: Mode) -> Program:
         """The program for calls like this one, of `rows` samples; "train" becomes "outputs" where there is no loss."""
         key = mode, rows, self._key(args, kwargs)
@@ -111,7 +130,8 @@ class Programs:
         return Program("outputs", cut(graph, outputs, self._plan.num_stages), graph.output, outputs, whole=True)
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        state = (tuple(m.training for m in self._modules), tuple(p.requires_grad for p in self._parameters))
+        modes = tuple(m.training for m in self._modules)
+        state = (modes, tuple(dtype is not None for dtype in dtypes_of_trained(self._parameters)))
         return _form(args), _form(dict(kwargs)), Context.now(), hash(state)
 
 

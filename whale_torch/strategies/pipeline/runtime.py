@@ -15,9 +15,10 @@ from whale_torch.comm.region import Region
 from whale_torch.errors import CommError, LayoutError, PlanError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan
+from whale_torch.planning.recording import check_busy
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.members import Members
-from whale_torch.strategies.pipeline.batches import MicroBatches, micro_batches
+from whale_torch.strategies.pipeline.holders import Holders
 from whale_torch.strategies.pipeline.places import Places, StageReducer, averaging
 from whale_torch.strategies.pipeline.programs import Mode, Program, Programs
 from whale_torch.strategies.pipeline.run import Run
@@ -78,6 +79,7 @@ class PipelineRuntime(Runtime):
         self._trained = self._trained_dtypes()
         self._trained_code = Trained(self._trained)
         self._places: Places | None = None
+        self._trains = False  # whether a step of training has begun
         self._checked: set[int] = set()  # programs, which live as long as `programs`
         self.stand_ins: StandIns
         self.reducers: list[StageReducer] = []
@@ -95,12 +97,12 @@ class PipelineRuntime(Runtime):
 
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the model: all of the schedule, or all forwards where the loss is the user's."""
-        assert self.plan.pipeline is not None
         batch = self._reader.read(args, kwargs, hashed=self.pipeline.size > 1)
         self.number += 1
         grad = torch.is_grad_enabled()
-        cut, programs = self._cut(args, kwargs, batch.rows, "train" if grad and model.training else "outputs")
-        self._settle(model, programs)
+        mode: Mode = "train" if grad and model.training else "outputs"
+        cut, programs = self.programs.of_batch(args, kwargs, batch.rows, mode)
+        self._settle(model, programs, training=grad and model.training)
         self._follow(model)
         counts = self._counts(programs, cut.inputs)
         shares, totals = self._meet(batch, counts, cut.rows, grad=grad, training=programs[0].mode == "train")
@@ -109,24 +111,6 @@ class PipelineRuntime(Runtime):
         if programs[0].mode == "train":
             return run.train()
         return run.later() if grad else run.evaluate()
-
-    def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Says which rank holds what before the first call, from inputs like those of one."""
-        rows = self._reader.read(args, kwargs, hashed=False).rows
-        with torch.enable_grad():
-            _, programs = self._cut(args, kwargs, rows, "train" if model.training else "outputs")
-        self._settle(model, programs)
-
-    def _cut(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, mode: Mode
-    ) -> tuple[MicroBatches, list[Program]]:
-        assert self.plan.pipeline is not None
-        cut = micro_batches(args, kwargs, rows, self.plan.pipeline.num_micro_batches, self.batch_dim)
-        kinds = {rows: self.programs.of(*cut.call(rows), rows, mode) for rows in dict.fromkeys(cut.rows)}
-        if len(cut.rows) > 1 and any(program.whole for program in kinds.values()):
-            cut = micro_batches(args, kwargs, rows, 1, self.batch_dim)
-            kinds = {rows: self.programs.of(*cut.call(rows), rows, mode)}
-        return cut, [kinds[rows] for rows in cut.rows]
 
     def modules(self) -> Iterable[nn.Module]:
         """The model's modules; one that has several names comes as often."""
@@ -145,7 +129,7 @@ class PipelineRuntime(Runtime):
 
     def source_of_buffer(self, key: str) -> int:
         """The first rank that runs a buffer's module."""
-        place = 0 if self._places is None else self._places.place_of_module(key.rpartition(".")[0])
+        place = 0 if self._places is None else self._places.holders.source_of(key)
         return self.plan.device("replica").pipelines[0][place]
 
     def average_kept(self) -> None:
@@ -165,17 +149,37 @@ class PipelineRuntime(Runtime):
         """This rank's parameters that get gradients."""
         return [p for p in self.stand_ins.parameters if p.requires_grad]
 
-    def _settle(self, model: nn.Module, programs: list[Program]) -> None:
-        """At the first call: which rank holds what. Raises TraceError for a later one that needs it elsewhere."""
+    def _settle(self, model: nn.Module, programs: list[Program], *, training: bool) -> None:
+        """At the first call: which rank holds what. Raises LayoutError for a call that needs it elsewhere, PlanError
+        where a step of training leaves a stage without work."""
+        assert self.plan.pipeline is not None
+        if training and not self._trains:
+            check_busy(self.plan.pipeline, programs[0].stages)
+            self._trains = True
         if self._places is None:
-            self._places = Places(model, self.plan, self.mesh, self.pipeline, programs[0].stages)
-            self._places.note()
-            attach_state_hooks(model)
+            holders = Holders(model, self.plan.pipeline, self.pipeline.size, programs[0].stages)
+            self.let_go(model, Places(model, self.plan, self.mesh, holders))
             self._take_up()
+        elif self._places.holders.by_names and not self._checked:
+            self._places.holders.confirm(programs[0].stages)
+            self._take_up()
+        assert self._places is not None
         for program in programs:
             if id(program) not in self._checked:
-                self._places.check(program.stages)
+                self._places.holders.check(program.stages)
                 self._checked.add(id(program))
+
+    def let_go(self, model: nn.Module, places: Places) -> None:
+        """Goes by what lies where from here on: other ranks' values are let go."""
+        self._places = places
+        places.note()
+        places.refuse_calls()
+        attach_state_hooks(model)
+
+    def take_up(self, places: Places) -> None:
+        """Makes what follows from where parameters lie; what names alone say waits for the first call."""
+        if not places.holders.by_names:
+            self._take_up()
 
     def _follow(self, model: nn.Module) -> None:
         """Before a call: what was replaced or added raises PlanError, what was frozen or converted is taken over."""
@@ -187,12 +191,15 @@ class PipelineRuntime(Runtime):
 
     def _take_up(self) -> None:
         assert self._places is not None
+        self._places.note()  # what was converted has memory again
         held = self._places.held()
         for one in self.reducers:
             one.reducer.close()
         self.stand_ins = StandIns(list(self._modules.values()), list(held.values()))
         self.reducers = self._places.reducers(self.stand_ins)
-        self.users = [(self.stand_ins.of(p), self._places.stages[name] & self.stages) for name, p in held.items()]
+        self.users = [
+            (self.stand_ins.of(p), self._places.holders.stages[name] & self.stages) for name, p in held.items()
+        ]
 
     def _counts(self, programs: list[Program], inputs: list[list[Tensor]]) -> Tensor:
         """The counts of the loss over this rank's micro-batches, and their number, float64."""

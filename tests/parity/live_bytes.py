@@ -1,0 +1,43 @@
+"""Counts the bytes of tensors that are alive while something runs: of all memory that operations of torch made in it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["LiveBytes"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """now, most: bytes alive now, and at most so far. Mapped files do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if type(x) in (Tensor, nn.Parameter) and not x.is_meta:
+                self._note(x.untyped_storage(), mapped=func is torch.ops.aten.from_file.default)
+        return out
+
+    def _note(self, storage: torch.UntypedStorage, *, mapped: bool) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        size = 0 if mapped else storage.nbytes()
+        self._seen.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
