@@ -41,7 +41,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     Buffers that differ between ranks (running statistics of a local BatchNorm) are rank 0's on every rank.
     Raises PlanError for a model without a parallelized part; CommError where a rank does not call it.
     """
-    if not is_parallelized(model):
+    if not is_parallelized(model) and not pipeline_places(model):
         runtime_of(model, "wh.full_state_dict")
     try:
         return _joined(model)

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive while something runs: of all memory that operations of torch made in it."""
+"""Counts the bytes of tensors that are alive while something runs: of all that operations of torch made in it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import whale_torch as wh
 from tests.parity.live_bytes import LiveBytes
 from tests.parity.metric import relative_error
-from tests.parity.pipeline_cases import CASES, WIDTH, Case
+from tests.parity.pipeline_cases import CASES, WIDTH
 from tests.parity.split_case import gradients_of
 from tests.world import world
 from whale_torch.strategies.materialize import materialize
@@ -111,7 +111,7 @@ def test_where_sample_inputs_are_given_memory_is_let_go_inside_parallelize() -> 
 
 
 class Shared(nn.Module):
-    """Four stages; the first and the last are tied and have a bias of their own, the second has buffers, a container."""
+    """Four stages: the first and the last are tied, one is a container with values of its own, two have buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ def _split(rank: int, n: int, init_fn: Any) -> list[float]:
     alone, model = one_process(Split, init_fn), on_meta(Split)
     wh.annotate(
         model,
-        {"a": wh.stage(), "b": wh.stage(), r"[ab]\.0": wh.split(cut="columns"), r"[ab]\.2": wh.split(cut="rows")},
+        {"a": (wh.stage(), wh.split()), "b": (wh.stage(), wh.split())},
         inside=wh.pipeline(num_micro_batches=2, num_ranks=2),
     )
     wh.parallelize(model, init_fn=init_fn)
@@ -389,21 +389,21 @@ class Recording(Mapping[str, Tensor]):
 
 
 def _given(rank: int, n: int, path: str, samples: bool) -> None:
-    torch.manual_seed(3)
-    expected = Shared().state_dict()
+    expected = one_process(Shared, own_initialiser).state_dict()
     recording = Recording(expected)
     for weights in (path + ".pt", path + ".safetensors", recording):
         for make in (lambda: on_meta(Shared), Shared):
             model = scopes(make(), SHARED, num_micro_batches=2)
             recording.read.clear()
             wh.parallelize(model, weights=weights, sample_inputs=_words(4) if samples else None)
-            if weights is recording and model.words.weight.device.type == "cpu" and make is not Shared:
-                after_the_check = recording.read[len(expected) :]
+            if weights is recording and make is not Shared:  # names and shapes are checked of all, values read of some
+                times = Counter(recording.read)
                 here = {name for name, p in model.named_parameters(remove_duplicate=False) if p._whale_place.held}
-                assert here <= set(after_the_check)
-                assert not {name for name, _ in model.named_parameters()} & set(after_the_check) - here
+                others = {name for name, _ in model.named_parameters()} - here
+                assert min(times[name] for name in here) > max((times[name] for name in others), default=0)
             found = wh.full_state_dict(model)
-            assert all(torch.equal(found[key], value) for key, value in expected.items())
+            wrong = [key for key, value in expected.items() if not torch.equal(found[key], value)]
+            assert wrong == [], (weights, make)
             loss = model(**_words(4))
             loss.backward()
 
@@ -412,8 +412,7 @@ def _given(rank: int, n: int, path: str, samples: bool) -> None:
 @pytest.mark.matrix(keep=1)
 def test_weights_are_read_where_they_are_held(n: int, samples: bool, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    torch.manual_seed(3)
-    model = Shared()
+    model = one_process(Shared, own_initialiser)
     torch.save(model.state_dict(), tmp_path / "w.pt")
     state = {key: value for key, value in model.state_dict().items() if key != "head.weight"}  # ties are written once
     safetensors.save_file(state, tmp_path / "w.safetensors")

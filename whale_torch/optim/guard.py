@@ -22,12 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace, place_of
-from whale_torch.errors import PlanError
+from whale_torch.errors import CheckpointError, PlanError
 
 __all__ = ["element_wise", "install"]
 
 Kind = TypeVar("Kind", bound=type[Optimizer])
 
+_ABSENT = "other stages"
 _FRAMES = 12  # how far up a GradScaler's step can be: torch's wrappers and a scheduler's
 
 
@@ -91,9 +92,7 @@ def _look_at(optimizer: Optimizer) -> bool:
         return False
     if _step_of(type(optimizer)) not in _ELEMENT_WISE:
         raise _reads_whole_tensors(type(optimizer), *cut[0])
-    for parameter, place in cut:
-        if place.held:
-            _check_state(optimizer, parameter, place)
+    _take_parts(optimizer)
     if optimizer not in _hooked:
         optimizer.register_state_dict_post_hook(_give_parts)
         optimizer.register_load_state_dict_post_hook(_take_parts)
@@ -146,14 +145,22 @@ def _check_state(optimizer: Optimizer, parameter: Tensor, place: ParameterPlace)
 
 
 def _give_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """state_dict() without communication: state of cut parameters works in memory and refuses to be pickled."""
+    """state_dict() without communication: state of cut parameters works in memory and refuses to be pickled.
+
+    So does all of it, by one more entry, where other ranks of a pipeline have state too.
+    """
+    absent: ParameterPlace | None = None
     states = dict(state_dict["state"])
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
             place = place_of(parameter)
-            if place is not None and place.is_cut and index in states:
+            if place is not None and not place.held:
+                absent = absent or place
+                states.pop(index, None)
+            elif place is not None and place.is_cut and index in states:
                 states[index] = {key: _part(value, parameter, place) for key, value in states[index].items()}
-    return {**state_dict, "state": states}
+    told = {} if absent is None else {_ABSENT: _Elsewhere(absent)}
+    return {**state_dict, "state": states, **told}
 
 
 def _part(value: Any, parameter: Tensor, place: ParameterPlace) -> Any:
@@ -161,10 +168,31 @@ def _part(value: Any, parameter: Tensor, place: ParameterPlace) -> Any:
     return CutTensor.of(value, place) if is_part else value
 
 
+class _Elsewhere:
+    """Says that other ranks of a pipeline have state too: it can be handed around, and not written."""
+
+    def __init__(self, place: ParameterPlace):
+        self.place = place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Elsewhere:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise CheckpointError(
+            f"an optimizer's state on this rank is without that of '{self.place.name}' and of all else that other "
+            "stages train, so writing it would lose them.",
+            where=self.place.site,
+            fix=f"on each rank: state.pop('{_ABSENT}'), value.part() for parts, and a file of its own",
+        )
+
+
 def _take_parts(optimizer: Optimizer) -> None:
+    """Takes over state that was loaded or made for whole parameters."""
     for parameter, place in _cut_parameters(optimizer):
         if place.held:
             _check_state(optimizer, parameter, place)
+        else:
+            optimizer.state.pop(parameter, None)
 
 
 def _check_scaler(optimizer: Optimizer) -> None:
