@@ -124,7 +124,7 @@ def parallelize(
     state = None if weights is None else _together(mesh, lambda: read_weights(weights, model), CheckpointError)
     built = _on_meta(model)
     if built:
-        _build(model, mesh, cuts, places, seed, init_fn, state or {})
+        _build(model, mesh, cuts, places, seed, init_fn, frozenset(state or ()))
     regions = apply_split(model, made, mesh, cuts)
     if places is not None:
         places.note(built)
@@ -205,7 +205,7 @@ def _build(
     places: Places | None,
     seed: int,
     init_fn: InitFunction | None,
-    given: Mapping[str, Any],
+    given: frozenset[str],
 ) -> None:
     """Gives what was built on the meta device its first values, as far as this rank keeps it."""
     _together(mesh, lambda: check_can_materialize(model, init_fn, given))

@@ -72,3 +72,20 @@ def test_a_later_call_that_uses_more(n: int) -> None:
         assert said == "" and error < 1e-6
     for said, _ in world(n, _later, ""):
         assert "this call uses 'extra.weight' on stage 1, and it lies with stage 0" in said
+
+
+def _idle(rank: int, n: int) -> str:
+    """Stages entered in another order than that of the forward."""
+    model: Any = _Optional()
+    scopes = {name: wh.stage() for name in ("a", "c", "b")}
+    wh.annotate(model, scopes, inside=wh.pipeline(num_micro_batches=2))  # type: ignore[call-overload]
+    wh.parallelize(model)
+    with pytest.raises(wh.PlanError) as caught:
+        model(torch.zeros(4, WIDTH), torch.zeros(4, dtype=torch.int64))
+    return str(caught.value)
+
+
+def test_a_stage_without_work_is_told_at_the_first_call() -> None:
+    found = world(3, _idle)
+    assert len(set(found)) == 1
+    assert "stage 1 of 3 ('c') has nothing to run" in found[0] and "in the order in which the forward" in found[0]

@@ -154,7 +154,8 @@ class PipelineRuntime(Runtime):
         where a step of training leaves a stage without work."""
         assert self.plan.pipeline is not None
         if training and not self._trains:
-            check_busy(self.plan.pipeline, programs[0].stages)
+            if not self.plan.pipeline.chosen:  # stages that scopes say: the user's order
+                check_busy(self.plan.pipeline, programs[0].stages)
             self._trains = True
         if self._places is None:
             holders = Holders(model, self.plan.pipeline, self.pipeline.size, programs[0].stages)
