@@ -375,3 +375,70 @@ def _copied(rank: int, n: int) -> str:
 def test_a_copy_of_a_pipelined_model_runs_nothing() -> None:
     for text in world(2, _copied):
         assert "has the values of this rank's stages only" in text and "wh.full_state_dict(model)" in text
+
+
+def _recorded(rank: int, n: int) -> list[tuple[int, bool]]:
+    """Kinds of calls that the current plan tells, and whether its text does."""
+    both = _Both(rank)
+    plans = [wh.plan(both.model)]
+    for rows in (6, 6, 7):
+        both.model(**both.case.batch(rows))
+        plans.append(wh.plan(both.model))
+    both.model.eval()
+    with torch.no_grad():
+        both.model(**both.case.batch(6))
+    plans.append(wh.plan(both.model))
+    assert plans[0] == plans[-1]
+    return [(plan.programs, f"{plan.programs} kind" in str(plan)) for plan in plans]
+
+
+def test_the_current_plan_tells_how_many_kinds_of_calls_were_recorded() -> None:
+    for found in world(2, _recorded):
+        assert found == [(0, False), (1, True), (1, True), (2, True), (3, True)]
+
+
+class _Mixed(nn.Module):
+    """The first and the last stage share a weight in bfloat16 and one in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.a, self.b = nn.Embedding(7, WIDTH, dtype=torch.bfloat16), nn.Linear(WIDTH, WIDTH), nn.Module()
+        self.b.head, self.b.c = nn.Linear(WIDTH, 7, bias=False, dtype=torch.bfloat16), nn.Linear(WIDTH, WIDTH)
+        self.b.head.weight, self.b.c.weight = self.words.weight, self.a.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.b.c(self.a(self.words(x).float()).tanh())
+        return F.cross_entropy(self.b.head(h.bfloat16()).float(), y)
+
+
+def _mixed(rank: int, n: int) -> tuple[float, float, set[tuple[torch.dtype, ...]]]:
+    """Errors of the float32 and of the bfloat16 gradients, and which dtypes are averaged together."""
+    torch.manual_seed(0)
+    model: Any = _Mixed()
+    alone = copy.deepcopy(model)
+    wh.annotate(
+        model,
+        {"words|a": wh.stage(), r"b\.head|b\.c": wh.stage()},
+        inside=(wh.replica(), wh.pipeline(num_micro_batches=2, num_ranks=2)),
+    )
+    wh.parallelize(model)
+    index, count = wh.data_rank(model)
+    torch.manual_seed(1)
+    x, y = torch.randint(7, (8,)), torch.randint(7, (8,))
+    model(x.tensor_split(count)[index], y.tensor_split(count)[index]).backward()
+    alone(x, y).backward()
+    found, expected = gradients_of(model), gradients_of(alone)
+    half = {name for name, value in expected.items() if value.dtype is torch.bfloat16}
+    errors = [
+        relative_error({k: found[k].float() for k in names}, {k: expected[k].float() for k in names})
+        for names in (expected.keys() - half, half)
+    ]
+    kinds = {tuple({p.dtype for p in one.parameters}) for one in model._whale_runtime.reducers}
+    return errors[0], errors[1], kinds
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_ties_of_several_dtypes_are_averaged_each_in_its_own(n: int) -> None:
+    for single, half, kinds in world(n, _mixed):
+        assert single < 5e-3 and half < 3e-2  # activations pass through bfloat16
+        assert kinds == {(torch.float32,), (torch.bfloat16,)}

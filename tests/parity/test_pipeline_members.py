@@ -89,3 +89,40 @@ def test_a_stage_without_work_is_told_at_the_first_call() -> None:
     found = world(3, _idle)
     assert len(set(found)) == 1
     assert "stage 1 of 3 ('c') has nothing to run" in found[0] and "in the order in which the forward" in found[0]
+
+
+class _Reads(_Optional):
+    """The last stage reads a parameter of the first where it is given something."""
+
+    def forward(self, x: Tensor, y: Tensor, more: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        h = self.b(self.a(x))
+        return F.cross_entropy(self.c(h if more is None else F.linear(h + more, self.a.weight)), y)
+
+
+def _disagree(rank: int, n: int, how: str) -> str:
+    with torch.device("meta" if how == "built" and rank == 1 else "cpu"):
+        model: Any = _Reads()
+    wh.annotate(model, {name: wh.stage() for name in ("a", "b|extra", "c")}, inside=wh.pipeline(num_micro_batches=2))  # type: ignore[call-overload]
+    samples: Any = {"x": torch.zeros(4, WIDTH), "y": torch.zeros(4, dtype=torch.int64)}
+    if how == "used" and rank == 1:
+        samples["more"] = torch.zeros(4, WIDTH)
+    if how == "none" and rank == 1:
+        samples = None
+    with pytest.raises(wh.PlanError) as caught:
+        wh.parallelize(model, sample_inputs=samples)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("used", "ranks [1] place parameters otherwise than rank 0: the sample_inputs of rank 1 are x (4, 6) float32, "
+         "y (4,) int64, more (4, 6) float32, those of rank 0 are x (4, 6) float32, y (4,) int64."),
+        ("none", "ranks [1] plan another model than rank 0: the sample_inputs of rank 1 are None, those of rank 0 "),
+        ("built", "ranks [1] built another model than rank 0: 8 of its tensors are on the meta device on rank 1, 0 on"),
+    ],
+)  # fmt: skip
+def test_ranks_that_are_given_other_things_say_which(how: str, text: str) -> None:
+    found = world(3, _disagree, how)
+    assert len(set(found)) == 1
+    assert text in found[0]

@@ -124,10 +124,10 @@ def _told_absent(x: Any) -> str:
     return f"{type(x).__name__}('{x.place.name}' {tuple(x.shape)}, of another rank's stage)"
 
 
-_PLAIN = {
-    descriptor.__get__
-    for descriptor in (Tensor.grad, Tensor.requires_grad, Tensor.dtype, Tensor.device, Tensor.shape, Tensor.is_leaf)
-}
+_GETTERS: tuple[Any, ...] = (
+    Tensor.grad, Tensor.requires_grad, Tensor.dtype, Tensor.device, Tensor.shape, Tensor.is_leaf,
+)  # fmt: skip
+_PLAIN = {getter.__get__ for getter in _GETTERS}
 # how numpy, safetensors and other writers come to a tensor's bytes
 _REACH_MEMORY = {
     Tensor.numpy,

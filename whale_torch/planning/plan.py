@@ -81,8 +81,8 @@ class Plan:
     feed_size: neighbouring ranks that are fed the same batch. rows_per_rank: rows that byte counts assume.
     assumption: what else they assume, in words.
     parameters: (name, shape) of every parameter in order, to tell whether a saved plan fits a model.
-    pipeline: how it is cut into stages, if it is. gathers: what a running model gathered implicitly so far; no part of
-    the decision.
+    pipeline: how it is cut into stages, if it is. gathers: what a running model gathered implicitly so far.
+    programs: kinds of calls that its pipeline has recorded. Both are no part of the decision.
     """
 
     cluster: Cluster
@@ -101,6 +101,7 @@ class Plan:
     gradient_bytes: int = 0
     pipeline: PipelinePlan | None = None
     gathers: tuple[GatherRecord, ...] = field(default=(), compare=False)
+    programs: int = field(default=0, compare=False)
 
     @property
     def world(self) -> int:

@@ -207,6 +207,8 @@ def _pipeline(plan: Plan) -> list[str]:
     title = f"The pipeline, {_counted(stages, 'stage')} on {of} ({pipeline.site}): {order}:"
     table = _table(title, ["stage", "modules", "parameters", "bytes", "on ranks", "micro-batches kept"], rows)
     notes = [f"({_idle(plan, pipeline)})"]
+    if plan.programs:
+        notes.append(f"Recorded so far: {_counted(plan.programs, 'kind')} of calls.")
     if pipeline.chosen:
         notes.append(f"The stages are {pipeline.chosen}.")
     if pipeline.links:

@@ -300,7 +300,7 @@ class _Materialize:
             self._call(name, module)
             return True
         try:
-            with NeedsNoAbsent():
+            with NeedsNoAbsent():  # type: ignore[no-untyped-call]
                 self._call(name, module)
         except (NeedsAll, Exception):  # an error of its own comes again where all of the container is there
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -131,6 +132,10 @@ class PipelineRuntime(Runtime):
         """The first rank that runs a buffer's module."""
         place = 0 if self._places is None else self._places.holders.source_of(key)
         return self.plan.device("replica").pipelines[0][place]
+
+    def current_plan(self) -> Plan:
+        """The plan in force, with how many kinds of calls were recorded so far."""
+        return replace(super().current_plan(), programs=len(self.programs))
 
     def average_kept(self) -> None:
         """Averages what backwards inside no_sync left in the parameters: every rank calls it."""
