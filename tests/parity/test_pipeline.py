@@ -123,8 +123,7 @@ def _memory(rank: int, n: int) -> tuple[int, int]:
     model: Any = annotated(CASES["chain"], num_micro_batches=2)
     wh.parallelize(model)
     model(**CASES["chain"].batch(4)).backward()
-    found = [Tensor.untyped_storage(p.detach().as_subclass(Tensor)) for p in model.parameters()]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in found}
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert all(p.shape == q.shape for p, q in zip(model.parameters(), CASES["chain"].make().parameters(), strict=True))
     return sum(storages.values()), sum(p.nbytes for p in model.parameters())
 

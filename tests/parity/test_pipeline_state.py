@@ -62,7 +62,9 @@ def _ways(model: Any, optimizer: Any, path: str) -> dict[str, Callable[[], Any]]
         "data": lambda: torch.save([p.data for p in parameters], io.BytesIO()),
         "buffers": lambda: torch.save([*model.b.buffers(), model.d.weight.data], io.BytesIO()),
         "safetensors": lambda: safetensors.save_file(state, path),
-        "safetensors of parameters": lambda: safetensors.save_file(dict(model.named_parameters()), path),
+        "safetensors of parameters": lambda: safetensors.save_file(
+            {name: p.detach() for name, p in model.named_parameters()}, path
+        ),
         "safetensors' save_model": lambda: safetensors.save_model(model, path),
         "numpy": lambda: [v.numpy() for v in state.values()],
         "a vector": lambda: torch.save(nn.utils.parameters_to_vector(parameters), io.BytesIO()),
@@ -116,6 +118,23 @@ def test_what_another_rank_holds_is_not_taken_for_zeros(tmp_path: Path) -> None:
             else:
                 assert f"this rank ({rank}) has no values of it" in text, (rank, way, text)
                 assert "wh.full_state_dict(model)" in text
+
+
+def _saved_as_they_are(rank: int, n: int, path: str) -> str:
+    import safetensors.torch as safetensors
+
+    model, _ = _pipeline()
+    with pytest.raises((ValueError, wh.CheckpointError)) as caught:  # safetensors' own: "a non contiguous tensor"
+        safetensors.save_file(dict(model.named_parameters()), f"{path}-{rank}")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("n", [2])
+@pytest.mark.matrix(keep=0)
+def test_safetensors_takes_no_parameters_of_other_ranks(n: int, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors.torch")
+    assert all(world(n, _saved_as_they_are, str(tmp_path / "x")))
+    assert not list(tmp_path.iterdir())
 
 
 def _right(rank: int, n: int) -> list[float]:
