@@ -13,7 +13,7 @@ from torch import nn
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
-from whale_torch.errors import CommError, LayoutError
+from whale_torch.errors import CommError, LayoutError, LossError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan, Reduce
 from whale_torch.strategies.pipeline.stand_ins import StandIns
@@ -119,8 +119,10 @@ class Places:
         here = self._pipeline.index
         return {name: p for name, p in self._parameters.items() if here in self.places_of(name)}
 
-    def check(self, programs: Sequence[StageProgram]) -> None:
-        """Raises LayoutError, alike on every rank, where a further kind of call uses a parameter on another stage."""
+    def check(self, programs: Sequence[StageProgram], written: Sequence[str]) -> None:
+        """Raises LayoutError, alike on every rank, where a further kind of call uses a parameter on another stage, and
+        where a buffer that a module changes is used on several ranks. written: those buffers."""
+        self._check_buffers(programs, written)
         for name, stages in self._used(programs).items():
             if not stages <= self.stages[name]:
                 raise LayoutError(
@@ -129,6 +131,28 @@ class Places:
                     where=self._site,
                     fix="put its module into a wh.stage(), or make the first call (or sample_inputs) one that uses it",
                 )
+
+    def _check_buffers(self, programs: Sequence[StageProgram], written: Sequence[str]) -> None:
+        users: dict[int, set[int]] = {}
+        for program in programs:
+            used = [x for name in program.modules for x in self._modules[name].buffers()]
+            named = [step.node for step in program.steps if step.node.kind == "buffer" and not step.node.args]
+            used += [x for node in named if (x := self._attribute(node.target)) is not None]
+            for x in used:
+                users.setdefault(id(x), set()).add(program.index)
+        for name in written:
+            stages = users.get(id(self._attribute(name)), set())
+            if len({stage % self._pipeline.size for stage in stages}) > 1:
+                raise LayoutError(
+                    f"the buffer '{name}' is changed by its module in the forward, and used on {_named(stages)}, which "
+                    "are on several ranks: each would have values of its own.",
+                    where=self._site,
+                    fix="put what uses it into one stage, or give each stage a buffer of its own",
+                )
+
+    def _attribute(self, name: str) -> Any:
+        owner, _, key = name.rpartition(".")
+        return getattr(self._modules[owner], key, None)
 
     def note(self) -> None:
         """Notes for every parameter where it lies; gives those of other ranks no memory, but their shape."""
@@ -150,10 +174,13 @@ class Places:
             )
             set_place(parameter, place)
             if name not in held:
+                if parameter.requires_grad:
+                    parameter.register_hook(_refuse_gradient(name, self._site))
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         ours = {id(parameter) for parameter in held.values()}
         for name, module in self._modules.items():
-            if any(p is not None and id(p) not in ours for p in module._parameters.values()):
+            # the model's own call runs the pipeline, which uses them where they are
+            if name and any(p is not None and id(p) not in ours for p in module._parameters.values()):
                 module.register_forward_pre_hook(_refusal(name, self._site))
 
     def reducers(self, stand_ins: StandIns) -> list[StageReducer]:
@@ -221,6 +248,20 @@ def _refusal(name: str, site: str) -> Callable[..., NoReturn]:
             where=site,
             fix="call the model itself, on all ranks of the pipeline; of a Hugging Face encoder-decoder, generate() "
             "calls the encoder alone: generate with the model before wh.parallelize",
+        )
+
+    return refuse
+
+
+def _refuse_gradient(name: str, site: str) -> Callable[[Any], NoReturn]:
+    """What happens where a gradient is asked of a parameter that another rank holds."""
+
+    def refuse(_: Any) -> NoReturn:
+        raise LossError(
+            f"'{name}' lies on another rank of its pipeline and was used on this one, outside of the model's forward, "
+            "where it is 0.",
+            where=site,
+            fix="put a penalty on parameters into the model's forward, or use the optimizer's weight_decay",
         )
 
     return refuse
