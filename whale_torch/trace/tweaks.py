@@ -42,10 +42,3 @@ def _no_cumulative_average(module: nn.Module) -> None:
     """BatchNorm with momentum=None reads how many batches it has seen, which changes no shape."""
     if isinstance(module, _BATCH_NORMS) and module.momentum is None:
         module.momentum = 0.1
-
-
-@register_tweak
-def _no_nested_tensors(module: nn.Module) -> None:
-    """In evaluation an encoder packs padded samples without their padding: their shapes would depend on values."""
-    if isinstance(module, nn.TransformerEncoder):
-        module.enable_nested_tensor = module.use_nested_tensor = False
