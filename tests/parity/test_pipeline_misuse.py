@@ -277,6 +277,39 @@ def test_inputs_that_cannot_be_cut_say_so() -> None:
         assert two == pytest.approx(2 * one) and three == pytest.approx(3 * one)
 
 
+class _Nothing(Chain):
+    def forward(self, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return self.features(torch.ones(3, WIDTH)).mean() * scale
+
+
+def _nothing(rank: int, n: int) -> None:
+    _parallel(_Nothing())(torch.ones(()))
+
+
+def test_a_call_without_samples_says_so() -> None:
+    with pytest.raises(wh.LayoutError, match="called without a tensor that has samples along dim 0"):
+        world(1, _nothing)
+
+
+def _inferred(rank: int, n: int) -> float:
+    torch.manual_seed(0)
+    alone = Chain()
+    model = _parallel(copy.deepcopy(alone)).eval()
+    x, y = _features(5)
+    with torch.inference_mode():
+        error = float((model(x, y) - alone.eval()(x, y)).abs())
+    model.train()
+    alone.train()
+    model(x, y).backward()
+    alone(x, y).backward()
+    return max(error, relative_error(gradients_of(model), gradients_of(alone)))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_inference_mode(n: int) -> None:
+    assert max(world(n, _inferred)) < 1e-5
+
+
 def _many(rank: int, n: int) -> int:
     model = _parallel(_Takes(), num_micro_batches=1)
     x, y = _features()

@@ -64,6 +64,9 @@ def record(
     Raises TraceError, naming the user's line, for glue that reads values, changes an input, a buffer or an attribute,
     draws numbers that torch does not know of, gets a tensor past its arguments, or hides one in an object.
     """
+    if torch.is_inference_mode_enabled():  # whose tensors do not tell that they were changed
+        with torch.inference_mode(False), torch.no_grad():
+            return record(twin, args, kwargs, leaf, resize=resize, which=which)
     args, kwargs = twin.inputs((args, dict(kwargs)), resize, which)
     recorder = _Recorder(twin.module, leaf)
     for number, x in enumerate(tensors_in((args, kwargs))):

@@ -63,7 +63,14 @@ def micro_batches(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, numb
             "a pipeline was called with a batch of 0 samples.", fix="feed every pipeline one sample at least"
         )
     number = min(number, rows)
-    return MicroBatches((args, kwargs), [rows // number + (part < rows % number) for part in range(number)], dim)
+    cut = MicroBatches((args, kwargs), [rows // number + (part < rows % number) for part in range(number)], dim)
+    if not any(cut.which):
+        raise LayoutError(
+            f"a pipeline was called without a tensor that has samples along dim {dim}: there is nothing to cut into "
+            "micro-batches.",
+            fix="pass the batch to the model, as a tensor with one row for each sample",
+        )
+    return cut
 
 
 def _check_reachable(value: Any) -> None:
