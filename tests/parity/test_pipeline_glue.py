@@ -222,7 +222,7 @@ def _compared(rank: int, n: int, names: list[str]) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_glue_is_that_of_one_process(n: int) -> None:
     for found in world(n, _compared, list(RIGHT)):
         assert max(max(errors) for errors in found.values()) < BAR, found

@@ -162,6 +162,7 @@ def _converted(rank: int, n: int) -> float:
 
 
 @pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.matrix(keep=1)
 def test_a_model_that_is_converted(n: int) -> None:
     assert max(world(n, _converted)) < 1e-12
 
@@ -204,6 +205,7 @@ def _changed(rank: int, n: int, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["dtype", "shape"])
+@pytest.mark.matrix(keep=1)
 def test_a_stage_that_gives_something_else_later_says_so(change: str) -> None:
     ended = outcomes(2, _changed, change, timeout=60.0)
     assert "stage 1 gave a tensor of (2, " in str(ended[1].error) and "and (2, 8) torch.float32 when" in str(
@@ -306,6 +308,7 @@ def _inferred(rank: int, n: int) -> float:
 
 
 @pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.matrix(keep=1)
 def test_inference_mode(n: int) -> None:
     assert max(world(n, _inferred)) < 1e-5
 
