@@ -46,7 +46,7 @@ PRIVATE_TORCH = {
     # torch's own documentation of __torch_function__ tells subclasses to use it.
     "torch._C.DisableTorchFunctionSubclass": {"comm"},
     # The end of backward: DDP and FSDP use it, and nothing public is called there.
-    "torch.autograd.Variable._execution_engine.queue_callback": {"comm"},
+    "torch.autograd.Variable._execution_engine.queue_callback": {"comm", "strategies"},
     # Whether backward() or torch.autograd.grad runs, as torch's own register_multi_grad_hook asks.
     "torch._C._will_engine_execute_node": {"comm", "strategies"},
     # Tensors without memory: what torch.export and torch.compile record on.

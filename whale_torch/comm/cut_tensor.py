@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from whale_torch.comm.collectives import all_gather_rows, broadcast_copy
 from whale_torch.comm.registry import ParameterPlace, refuse_to_read, refuse_to_write
 
-__all__ = ["AbsentParameter", "CutTensor", "dtypes_of_trained", "join", "without_memory"]
+__all__ = ["AbsentParameter", "CutTensor", "dtypes_of_trained", "join", "kinds_of", "without_memory"]
 
 
 class _Placed:
@@ -118,6 +118,12 @@ def dtypes_of_trained(parameters: Iterable[Tensor]) -> list[torch.dtype | None]:
     """The dtype of each parameter that gets gradients, None for the others; fast for absent ones too."""
     with torch._C.DisableTorchFunctionSubclass():
         return [p.dtype if p.requires_grad else None for p in parameters]
+
+
+def kinds_of(parameters: Iterable[Tensor]) -> list[tuple[bool, torch.dtype]]:
+    """Whether each parameter gets gradients, and its dtype; fast for absent ones too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(p.requires_grad, p.dtype) for p in parameters]
 
 
 def without_memory(like: Tensor, device: torch.device | None = None) -> Tensor:

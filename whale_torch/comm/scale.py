@@ -33,10 +33,13 @@ _ONE = 1 << 40
 
 
 class Witness:
-    """The largest cut parameter of a model, whose gradient tells what all were multiplied by."""
+    """The largest cut parameter of a model, whose gradient tells what all were multiplied by.
 
-    def __init__(self, parameter: Tensor, place: ParameterPlace):
-        self.parameter, self.place = parameter, place
+    of_stage: it is the largest of a pipeline's stage instead, another one on each rank.
+    """
+
+    def __init__(self, parameter: Tensor, place: ParameterPlace, *, of_stage: bool = False):
+        self.parameter, self.place, self.of_stage = parameter, place, of_stage
         self._kept: tuple[weakref.ref[Tensor], int, Tensor] | None = None
         self._found = math.nan
         setattr(parameter, _KEY, self)
@@ -93,9 +96,12 @@ class Witness:
         low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
         if known[high] - known[low] > self._tolerance * _STEPS + 1:
             least, most = (math.exp((known[rank] - _ONE) / _STEPS) for rank in (low, high))
+            whose = "gradients of a pipeline's stages were" if self.of_stage else (
+                f"the gradient of '{self.place.name}', which is cut, was"
+            )  # fmt: skip
             raise CommError(
-                f"between backward and an optimizer's step the gradient of '{self.place.name}', which is cut, was "
-                f"multiplied by {least:.6g} on rank {low} and by {most:.6g} on rank {high}.",
+                f"between backward and an optimizer's step {whose} multiplied by {least:.6g} on rank {low} and by "
+                f"{most:.6g} on rank {high}.",
                 where=self.place.site,
                 fix="likely torch.nn.utils.clip_grad_norm_, which counts this rank's part only: use wh.clip_grad_norm_",
                 ranks=(low, high),
@@ -123,6 +129,8 @@ def note_scales(parameters: Iterable[Tensor]) -> None:
 def check_scales(parameters: Iterable[Tensor]) -> None:
     """Compares what was found at once: a collective over all ranks of the model. Raises CommError on all of them."""
     for witness in _witnesses(parameters):
+        if witness.of_stage:  # optimizers of some stages alone are known to some ranks alone: told at the next forward
+            continue
         mine = torch.tensor([witness.take()])
         witness.check(gather_equal(mine, witness.place.everyone, name="scale of gradients").flatten().tolist())
 

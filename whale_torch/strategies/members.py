@@ -26,7 +26,18 @@ class Members:
         self.parameters = list(model.parameters())
         self._ids = {id(p) for p in self.parameters}
         self._places = list(_places(model))
+        self._named = dict(model.named_modules(remove_duplicate=False))
         self._look(model)
+
+    def _check_modules(self, model: nn.Module) -> None:
+        now = dict(model.named_modules(remove_duplicate=False))
+        name = next((n for n in {**self._named, **now} if now.get(n) is not self._named.get(n)), None)
+        if name is not None:
+            how = "replaced" if name in now and name in self._named else "added" if name in now else "removed"
+            raise PlanError(
+                f"module '{name}' was {how} after wh.parallelize; a pipeline runs the forward that it recorded.",
+                fix="change the model before wh.parallelize; module.compile() compiles in place",
+            )
 
     def _look(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
@@ -38,9 +49,10 @@ class Members:
     def _held(self) -> list[nn.Parameter | None]:
         return [parameter for module in self._modules for parameter in module._parameters.values()]
 
-    def check(self, model: nn.Module) -> None:
+    def check(self, model: nn.Module, *, recorded: bool = False) -> None:
         """Raises PlanError naming a parameter that was replaced or added, or a wrapper of torch's around a member.
 
+        recorded: of a model whose code was recorded no module may be exchanged either.
         Microseconds where nothing changed.
         """
         children, held = self._seen
@@ -48,6 +60,8 @@ class Members:
             return
         refuse_wrappers(model)
         self._check_places(model)
+        if recorded:
+            self._check_modules(model)
         self._look(model)
 
     def _check_places(self, model: nn.Module) -> None:

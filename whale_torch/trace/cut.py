@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from whale_torch.errors import TraceError
-from whale_torch.trace.graph import Graph, Node, nodes_in
+from whale_torch.trace.graph import Graph, Node, memory, nodes_in
 from whale_torch.trace.program import StageProgram, Step
 
 __all__ = ["cut"]
@@ -22,13 +22,14 @@ _FREE = ("input", "buffer", "constant", "count")
 
 
 def cut(graph: Graph, results: Any, num_stages: int) -> tuple[StageProgram, ...]:
-    """One program a stage, for those Nodes that the results, a nest of Nodes, are made of.
+    """One program a stage, for those Nodes that the results, a nest of Nodes, are made of, and for all modules: what
+    they do to their buffers is wanted as well.
 
     A module runs on its stage, or on a later one where its inputs come from there. Raises TraceError where an object
     that holds no plain tensors would have to travel.
     """
     wanted = list(nodes_in(results))
-    live = graph.needed(wanted)
+    live = graph.needed([*wanted, *(node for node in graph.nodes if node.kind == "module")])
     nodes = [node for node in graph.nodes if node in live]
     free = _free(nodes)
     stages = _stages(nodes, free, wanted, num_stages)
@@ -132,9 +133,18 @@ def _program(
     for node in here:  # what nobody reads
         if node not in last_reader and node not in kept:
             drops[node].append(node)
+    own = [node for node in here if isinstance(node.value, Tensor)]
+    rewritten = {node for node in [*arrived, *own] if node in kept and _changed_after(node, here, order)}
     return StageProgram(
         index=index,
         steps=tuple(Step.of(node, tuple(drops[node])) for node in here),
+        changed=frozenset(
+            node
+            for node in [*arrived, *own]
+            if node in arrived or node.kind == "input"
+            if _changed_after(node, here, order)
+        ),
+        rewritten=frozenset(rewritten),
         receives=receives,
         sends=sends,
         results=results if is_last else None,
@@ -142,3 +152,10 @@ def _program(
         modules=tuple(dict.fromkeys(node.target for node in here if node.kind == "module")),
         parameters=tuple(dict.fromkeys(node.target for node in here if node.kind == "parameter")),
     )
+
+
+def _changed_after(node: Node, steps: list[Node], order: dict[Node, int]) -> bool:
+    """Whether a later step writes into the memory of a value."""
+    if not isinstance(node.value, Tensor):
+        return False
+    return any(order[step] > order[node] and memory(node.value) in step.changes for step in steps if step.changes)

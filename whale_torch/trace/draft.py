@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whale_torch.errors import LossError
 from whale_torch.trace import linear
-from whale_torch.trace.graph import Graph, Made, Node, nodes_in
+from whale_torch.trace.graph import Graph, Made, Node, like_dict, nodes_in
 from whale_torch.trace.sizes import called
 
 __all__ = ["HALF", "Draft", "exchange", "over", "refuse", "shared", "whole"]
@@ -166,8 +166,8 @@ def exchange(nest: Any, change: Callable[[Node], Any]) -> Any:
         return change(nest)
     if isinstance(nest, Made):
         return Made(nest.cls, {name: exchange(part, change) for name, part in nest.fields.items()})
-    if type(nest) is dict:
-        return {key: exchange(part, change) for key, part in nest.items()}
+    if isinstance(nest, dict):
+        return like_dict(nest, {key: exchange(part, change) for key, part in nest.items()})
     if type(nest) is slice:
         return slice(*(exchange(part, change) for part in (nest.start, nest.stop, nest.step)))
     if isinstance(nest, (tuple, list)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,10 @@ __all__ = [
     "Node",
     "item",
     "leaves_in",
+    "like_dict",
     "map_leaves",
     "map_nodes",
+    "memory",
     "nodes_in",
     "tensors_in",
 ]
@@ -62,7 +65,8 @@ class Node:
     object itself), "count" (number of a count known before the first micro-batch), "call" (a function), "module"
     (dotted name). args, kwargs: nests with Nodes where values go in. value: what the recording saw, without memory.
     where: the user's file:line. stage: asked for by an annotation. draws: random numbers. context: other than the
-    whole forward's. writes: number of the argument leaf that a call changes and that is the node's value.
+    whole forward's. writes: number of the argument leaf that a call changes and that is the node's value. changes: the
+    `memory` of every argument that it changes in place. args of a buffer: where in the attribute it lies.
     """
 
     kind: Kind
@@ -75,6 +79,7 @@ class Node:
     draws: bool = False
     context: Context | None = None
     writes: int | None = None
+    changes: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:
@@ -104,13 +109,18 @@ class Node:
 class Graph:
     """A recorded forward: its Nodes in order, and the nest of Nodes that the model returns.
 
-    ambient: the context of the whole forward. value: the model's output as the recording saw it.
+    ambient: the context of the whole forward. value: the model's output as the recording saw it. reads: plain
+    attributes, (module, name), that the glue read. opened: modules that were taken apart. written: buffers that modules
+    changed.
     """
 
     nodes: list[Node] = field(default_factory=list)
     output: Any = None
     value: Any = None
     ambient: Context | None = None
+    reads: tuple[tuple[str, str], ...] = ()
+    opened: tuple[str, ...] = ()
+    written: dict[str, None] = field(default_factory=dict)
 
     def users(self) -> dict[Node, list[Node]]:
         """For every Node those that read it, in order."""
@@ -156,8 +166,8 @@ def map_nodes(value: Any, change: Callable[[Node], Any]) -> Any:
     if isinstance(value, tuple):
         items = [map_nodes(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {key: map_nodes(item, change) for key, item in value.items()}
+    if isinstance(value, dict):
+        return like_dict(value, {key: map_nodes(item, change) for key, item in value.items()})
     if type(value) is slice:
         return slice(*(map_nodes(item, change) for item in (value.start, value.stop, value.step)))
     return value
@@ -172,10 +182,24 @@ def nodes_in(value: Any) -> Iterator[Node]:
     elif isinstance(value, (tuple, list)):
         for entry in value:
             yield from nodes_in(entry)
-    elif type(value) is dict:
+    elif isinstance(value, dict):
         yield from nodes_in(tuple(value.values()))
     elif type(value) is slice:
         yield from nodes_in((value.start, value.stop, value.step))
+
+
+def memory(x: Tensor) -> int:
+    """A number that tensors which share memory have in common, as long as one of them lives."""
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
+
+
+def like_dict(original: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """The items in a dict of the same kind."""
+    if type(original) is dict:
+        return items
+    out = copy.copy(original)
+    out.update(items)
+    return out
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -207,7 +231,7 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
         fields = {part.name: map_leaves(getattr(value, part.name), change) for part in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     if isinstance(value, dict):
-        return type(value)({key: map_leaves(entry, change) for key, entry in value.items()})
+        return like_dict(value, {key: map_leaves(entry, change) for key, entry in value.items()})
     return change(value)
 
 

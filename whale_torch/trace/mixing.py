@@ -22,7 +22,8 @@ for _name in ("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "so
         if hasattr(_owner, _name):
             _ALONG[getattr(_owner, _name)] = 1
 for _owner in (torch, Tensor):
-    _ALONG[_owner.roll] = 2
+    _ALONG |= {_owner.roll: 2, _owner.cummax: 1, _owner.cummin: 1}
+_ALONG |= {F.normalize: 2, F.softmin: 1, F.gumbel_softmax: 4}
 
 
 def refuse_mixing(nodes: Iterable[Node], sizes: Sizes) -> None:
@@ -56,8 +57,10 @@ def _how(node: Node, sizes: Sizes) -> str:
 
 
 def _count(node: Node, sizes: Sizes) -> int:
-    """How many dimensions of a value change with the batch."""
+    """How many dimensions of a value change with the batch; of several values that a call gave, what went in."""
     pair = sizes.pairs.get(node)
+    if node.kind == "call" and isinstance(node.value, (tuple, list)):
+        return max((_count(source, sizes) for source in node.inputs()), default=0)
     if pair is None or not isinstance(node.value, Tensor) or node.value.dim() != pair.value.dim():
         return 0
     return sum(a != b for a, b in zip(node.value.shape, pair.value.shape, strict=True))

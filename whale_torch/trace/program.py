@@ -46,6 +46,8 @@ class StageProgram:
     steps: in order, with the glue that depends on inputs only and is recomputed here. receives: values from each
     earlier stage; sends: values to each later one, in the same order on both sides. results: the nest that the model
     returns, on the last stage. draws: whether it draws random numbers. modules, parameters: dotted names that it needs.
+    changed: inputs and received values that a step writes into; rewritten: values that are sent or returned as they
+    were before a step wrote into them.
     """
 
     index: int
@@ -56,6 +58,8 @@ class StageProgram:
     draws: bool
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
+    changed: frozenset[Node] = frozenset()
+    rewritten: frozenset[Node] = frozenset()
 
     def run(
         self,
@@ -70,20 +74,24 @@ class StageProgram:
         module, parameter or buffer that a Node names.
         """
         values: dict[Node, Any] = dict(received)
+        before = {node: values[node].clone() for node in self.rewritten if node in values}
         for step in self.steps:
             node = step.node
             if node.kind == "call" or node.kind == "module":
                 args, kwargs = step.arguments(values)
                 values[node] = node.run(args, kwargs, node.target if node.kind == "call" else find(node))
             elif node.kind == "input":
-                values[node] = inputs[node.target]
+                values[node] = inputs[node.target].clone() if node in self.changed else inputs[node.target]
             elif node.kind == "constant":
                 values[node] = node.target
             elif node.kind == "count":
                 values[node] = counts[node.target]
             else:
                 values[node] = find(node)
+            if self.rewritten and node in self.rewritten:
+                before[node] = values[node].clone()
             for dropped in step.drops:
                 del values[dropped]
+        values.update(before)
         sent = {node: values[node] for nodes in self.sends.values() for node in nodes}
         return sent, map_nodes(self.results, values.__getitem__)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, ValuesView
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
-from whale_torch.trace.graph import Context, Graph, Made, Node, item, leaves_in, tensors_in
+from whale_torch.trace.graph import Context, Graph, Made, Node, item, leaves_in, like_dict, memory, tensors_in
+from whale_torch.trace.randomness import foreign_random_kept, random_state_kept
+from whale_torch.trace.settings import Watch
 from whale_torch.trace.twin import Twin
 
 __all__ = ["Leaf", "record"]
@@ -28,6 +31,15 @@ Leaf = Callable[[str, nn.Module], "int | Literal['loose'] | None"]
 """Of a module by name: the stage it belongs to, "loose" for one that runs whole wherever its inputs are, None to open
 it: what it does is glue."""
 
+_LOST = frozenset(
+    {
+        *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad, Tensor.backward),
+        *(torch.autograd.backward, torch.autograd.grad),
+    }
+)
+"""What gives no value, or takes one from autograd's graph of the recording."""
+_OF_TORCH = frozenset(vars(nn.Module()))
+_DEEPEST = 3
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -41,43 +53,62 @@ def record(
     leaf: Leaf,
     *,
     resize: tuple[int, int, int] | None = None,
+    which: Sequence[bool] | None = None,
 ) -> Graph:
     """Runs the twin on inputs like these and returns what it did.
 
     args, kwargs: as the model is called; their tensors, in order, are the graph's inputs. resize: (dim, size, other)
-    has every tensor that is `size` along `dim` seen as one of size `other`.
-    Raises TraceError, naming the user's line, for glue that reads values, changes an input or a buffer in place, gets a
-    tensor past its arguments, or hides one in an object.
+    has every tensor that is `size` along `dim` seen as one of size `other`; which: those of the tensors, in order,
+    where not all that are so long.
+    The model's own hooks do not run: they do where the model itself is called.
+    Raises TraceError, naming the user's line, for glue that reads values, changes an input, a buffer or an attribute,
+    draws numbers that torch does not know of, gets a tensor past its arguments, or hides one in an object.
     """
-    args, kwargs = twin.inputs((args, dict(kwargs)), resize)
+    if torch.is_inference_mode_enabled():  # whose tensors do not tell that they were changed
+        with torch.inference_mode(False), torch.no_grad():
+            return record(twin, args, kwargs, leaf, resize=resize, which=which)
+    args, kwargs = twin.inputs((args, dict(kwargs)), resize, which)
     recorder = _Recorder(twin.module, leaf)
     for number, x in enumerate(tensors_in((args, kwargs))):
         recorder.bind(x, recorder.add(Node("input", number)))
-    with _random_state_kept(), twin.fake, recorder.draws, _patched(recorder), recorder:
-        out = twin.module(*args, **kwargs)
+        recorder.keep_unchanged(x, "input", "")
+    with (
+        random_state_kept(),
+        twin.fake,
+        recorder.draws,
+        recorder.watch.over(recorder.taken_apart()),
+        _patched(recorder),
+        recorder,
+    ):
+        out = recorder.call(_forward, twin.module, args, kwargs)
         graph = recorder.graph
         graph.output, graph.value = recorder.nest(out), out
+    graph.reads, graph.opened = tuple(recorder.watch.reads), tuple(recorder.opened)
     return graph
 
 
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    generator = torch.default_generator
-    state = generator.get_state()
-    try:
-        yield
-    finally:
-        generator.set_state(state)
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
 
 
-class _Draws(TorchDispatchMode):
-    """Whether an operation drew random numbers since `seen` was last cleared."""
+class _Seen(TorchDispatchMode):
+    """What operations did since it was last cleared: `seen` whether they drew random numbers, `touched` the ids of the
+    tensors they were given."""
 
     seen = False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.touched: set[int] = set()
+
+    def clear(self) -> None:
+        self.seen = False
+        self.touched.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.seen = True
+        self.touched.update(map(id, args))
         return func(*args, **(kwargs or {}))
 
 
@@ -85,10 +116,16 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, root: nn.Module, leaf: Leaf):
         super().__init__()
         self.graph = Graph(ambient=Context.now())
-        self.draws = _Draws()  # type: ignore[no-untyped-call]
+        self.draws = _Seen()
         self.root, self._leaf = root, leaf
         self._names = {id(module): name for name, module in root.named_modules()}
         self._attributes = _tensors_of(root)
+        self._unchanged: dict[int, tuple[str, Any]] = {}
+        for x, kind, name in self._attributes.values():
+            self.keep_unchanged(x, kind, name)
+        self._parameters = {id(p): name for name, p in root.named_parameters()}
+        self.watch = Watch(self._names, lambda: not self._depth)
+        self.opened: dict[str, None] = {}  # names of modules that were taken apart
         self._nodes: dict[int, Node] = {}
         self._versions: dict[int, int] = {}
         self._kept: list[Any] = []  # values whose ids are keys
@@ -96,6 +133,16 @@ class _Recorder(TorchFunctionMode):
         self._opened: set[int] = set()
         self._stage: int | None = None  # inside an opened module of this stage
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def taken_apart(self) -> Iterator[nn.Module]:
+        """The modules whose own code is glue, as far as is known before."""
+        for name, module in self.root.named_modules():
+            if self._leaf(name, module) is None or not name:
+                yield module
+
+    def keep_unchanged(self, x: Tensor, kind: str, name: Any) -> None:
+        """Glue may not write into this tensor, nor into views of it."""
+        self._unchanged.setdefault(memory(x), (kind, name))
 
     # ---- values and their Nodes
 
@@ -153,8 +200,8 @@ class _Recorder(TorchFunctionMode):
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             parts = value.items() if isinstance(value, dict) else _fields(value).items()
             return Made(type(value), {name: self.nest(part) for name, part in parts})
-        if type(value) is dict:
-            return {key: self.nest(part) for key, part in value.items()}
+        if isinstance(value, dict):
+            return like_dict(value, {key: self.nest(part) for key, part in value.items()})
         if hides_tensors(value):
             raise TraceError(
                 f"a {type(value).__name__} that holds tensors is handed from module to module.",
@@ -176,8 +223,9 @@ class _Recorder(TorchFunctionMode):
                 )
             return known
         if id(x) in self._attributes:
-            kind, name = self._attributes[id(x)]
-            node = Node(kind, name)
+            _, kind, name = self._attributes[id(x)]
+            owner, *path = name if isinstance(name, tuple) else (name,)
+            node = Node(kind, owner, tuple(path))
         elif isinstance(x, FakeTensor):
             raise TraceError(
                 f"a tensor of shape {tuple(x.shape)} reached the code between stages past its arguments: by an "
@@ -202,8 +250,10 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__":
             return self._attribute(func, args)
+        if func in _LOST or getattr(func, "__name__", "") == "__set__":
+            self._refuse_lost(func)
         before = [(number, x, x._version) for number, x in enumerate(leaves_in((args, kwargs))) if _is_tensor(x)]
-        self.draws.seen = False
+        self.draws.clear()
         out = _run(func, args, kwargs, f"{_name_of(func)}()")
         draws = self.draws.seen  # what is asked of tensors below passes here too
         changed = [(number, x) for number, x, version in before if x._version != version]
@@ -215,7 +265,8 @@ class _Recorder(TorchFunctionMode):
         for _, x in changed:
             if id(x) in self._versions:
                 self._versions[id(x)] = x._version  # its arguments are read as they are now
-        node = Node("call", func, self.nest(tuple(args)), self.nest(dict(kwargs)), draws=draws)
+        changes = frozenset(memory(x) for _, x in changed)
+        node = Node("call", func, self.nest(tuple(args)), self.nest(dict(kwargs)), draws=draws, changes=changes)
         if changed and not any(x is given_x for _, x in changed for given_x in given):
             node.writes = changed[0][0]
             self.bind(changed[0][1], self.add(node))
@@ -233,15 +284,24 @@ class _Recorder(TorchFunctionMode):
 
     def _refuse_changes(self, func: Any, changed: list[Tensor]) -> None:
         for x in changed:
-            source = self._nodes.get(id(x))
-            kind, name = self._attributes.get(id(x), ("", ""))
-            if name or (source is not None and source.kind == "input"):
+            kind, name = self._unchanged.get(memory(x), ("", ""))
+            if kind:
+                name = name[0] if isinstance(name, tuple) else name
                 what = f"the {kind} '{name}'" if name else "an input of the model"
                 raise TraceError(
                     f"{_name_of(func)}() changes {what} in place between stages.",
                     where=call_site(),
                     fix="use the form that returns a new tensor, or do it inside a stage's module",
                 )
+
+    def _refuse_lost(self, func: Any) -> None:
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        what = f"a tensor's .{owner} is set" if owner else f"{_name_of(func)}() is called"
+        raise TraceError(
+            f"{what} between stages, where it would be lost: code there is recorded once and not run in every step.",
+            where=call_site(),
+            fix="do it inside a module of a stage; a hook can be on the module",
+        )
 
     def _refuse_saved_hooks(self, what: str) -> None:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not self._hooks:
@@ -262,7 +322,7 @@ class _Recorder(TorchFunctionMode):
                 fix="put the checkpoint inside a stage's module",
             )
         nest = self.nest(tuple(args))
-        self.draws.seen = False
+        self.draws.clear()
         with self._inside():
             out = original(*args)
         draws = self.draws.seen
@@ -278,14 +338,17 @@ class _Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         kind = self._leaf(name, module)
         if kind is None:
+            self._note_opened(name, module)
             return original(module, *args, **kwargs)
         self._refuse_saved_hooks(f"module '{name}'")
         nest = self.nest(tuple(args)), self.nest(dict(kwargs))
         before = [(x, x._version) for x in leaves_in((args, kwargs)) if _is_tensor(x)]
-        self.draws.seen = False
-        with self._inside(), torch._C.DisableTorchFunction():
+        buffers = [(key, x, x._version) for key, x in _buffers(module)]
+        self.draws.clear()
+        with self._inside(), torch._C.DisableTorchFunction(), foreign_random_kept():
             out = _run(original, (module, *args), kwargs, f"module '{name}'")
         draws = self.draws.seen
+        self._refuse_borrowed(name, module, (args, kwargs))
         stage = kind if isinstance(kind, int) else None
         if any(_is_loss(x) for x in tensors_in(out)):
             return self._open(original, module, args, kwargs, stage)
@@ -295,15 +358,45 @@ class _Recorder(TorchFunctionMode):
                 where=call_site(),
                 fix="return tensors, or tuples, lists, dicts or dataclasses of them",
             )
-        for x, version in before:
-            if x._version != version and id(x) in self._versions:
+        now = dict(_buffers(module))
+        written = [key for key, x, version in buffers if now.get(key) is not x or x._version != version]
+        prefix = f"{name}." if name else ""
+        self.graph.written.update(dict.fromkeys(f"{prefix}{key}" for key in written))
+        changed = [x for x, version in before if x._version != version]
+        for x in changed:
+            if id(x) in self._versions:
                 self._versions[id(x)] = -1  # whoever reads it again would read what the module wrote
-        self.bind(out, self.add(Node("module", name, *nest, draws=draws, stage=stage)))
+        changes = frozenset(map(memory, changed))
+        self.bind(out, self.add(Node("module", name, *nest, draws=draws, stage=stage, changes=changes)))
         return out
+
+    def _note_opened(self, name: str, module: nn.Module) -> None:
+        """A module's own code becomes glue."""
+        self.opened[name] = None
+        self.watch.add(module)
+        if module is not self.root and (module._backward_hooks or module._backward_pre_hooks):
+            raise TraceError(
+                f"module '{name}' has a backward hook, and is taken apart: the code between its stages is recorded.",
+                where=call_site(),
+                fix="put the hook on modules of stages, or all of this module into one stage",
+            )
+
+    def _refuse_borrowed(self, name: str, module: nn.Module, given: Any) -> None:
+        """A module that uses another one's parameters past its arguments would miss them on its rank."""
+        touched = self.draws.touched & self._parameters.keys()
+        touched -= {id(p) for p in module.parameters()} | {id(x) for x in leaves_in(given)}
+        if touched:
+            raise TraceError(
+                f"module '{name}' uses the parameter '{self._parameters[next(iter(touched))]}', which is none of its "
+                "own: a rank that runs it might not hold that.",
+                where=call_site(),
+                fix="register it there as well (self.weight = other.weight), or hand it over as an argument",
+            )
 
     def _open(self, original: Any, module: nn.Module, args: Any, kwargs: Any, stage: int | None) -> Any:
         """Runs a module that gives a loss once more, its members called whole, so that the loss itself is seen."""
         self._opened.add(id(module))
+        self._note_opened(self._names[id(module)], module)
         before, self._stage = self._stage, self._stage if stage is None else stage
         try:
             return original(module, *args, **kwargs)
@@ -360,17 +453,35 @@ def _patched(recorder: _Recorder) -> Iterator[None]:
             cls.__call__ = original  # type: ignore[method-assign]
 
 
-def _tensors_of(root: nn.Module) -> dict[int, tuple[Literal["parameter", "buffer"], str]]:
-    """Tensors that belong to modules, by id: kind and dotted name."""
-    found: dict[int, tuple[Literal["parameter", "buffer"], str]] = {}
+def _tensors_of(root: nn.Module) -> dict[int, tuple[Tensor, Literal["parameter", "buffer"], Any]]:
+    """Tensors that belong to modules, by id: themselves, kind, and dotted name or (name, *where in the attribute)."""
+    found: dict[int, tuple[Tensor, Literal["parameter", "buffer"], Any]] = {}
     for name, module in root.named_modules():
         prefix = f"{name}." if name else ""
         for key, value in vars(module).items():
-            if isinstance(value, Tensor):
-                found.setdefault(id(value), ("buffer", prefix + key))
-    found |= {id(buffer): ("buffer", name) for name, buffer in root.named_buffers()}
-    found |= {id(parameter): ("parameter", name) for name, parameter in root.named_parameters()}
+            if key in _OF_TORCH:
+                continue
+            for path, x in _inside_of(value, ()):
+                found.setdefault(id(x), (x, "buffer", (prefix + key, *path) if path else prefix + key))
+    found |= {id(x): (x, "buffer", name) for name, x in root.named_buffers()}
+    found |= {id(x): (x, "parameter", name) for name, x in root.named_parameters()}
     return found
+
+
+def _inside_of(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors of a nest of lists, tuples and dicts, each with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (list, tuple)) and len(path) < _DEEPEST:
+        for number, part in enumerate(value):
+            yield from _inside_of(part, (*path, number))
+    elif isinstance(value, dict) and len(path) < _DEEPEST:
+        for key, part in value.items():
+            yield from _inside_of(part, (*path, key))
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(module.named_buffers(remove_duplicate=False))
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -393,7 +504,9 @@ def hides_tensors(value: Any, depth: int = 0) -> bool:
     """Whether an object other than a nest has tensors among its attributes."""
     if isinstance(value, (*_PLAIN, Tensor)) or depth > 5:
         return False
-    if isinstance(value, (tuple, list, set, frozenset)):
+    if isinstance(value, (Set, deque, ValuesView)):
+        return any(isinstance(part, Tensor) or hides_tensors(part, depth + 1) for part in value)
+    if isinstance(value, (tuple, list)):
         return any(hides_tensors(part, depth + 1) for part in value)
     if isinstance(value, dict):
         return any(hides_tensors(part, depth + 1) for part in value.values())

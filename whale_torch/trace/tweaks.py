@@ -14,6 +14,7 @@ __all__ = ["register_tweak", "tweak"]
 Tweak = Callable[[nn.Module], None]
 
 _TWEAKS: list[Tweak] = []
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def register_tweak(change: Tweak) -> Tweak:
@@ -34,3 +35,10 @@ def _no_cache(module: nn.Module) -> None:
     config = getattr(module, "config", None)
     if getattr(config, "use_cache", False) is True:
         setattr(config, "use_cache", False)  # noqa: B010 - a config of any type
+
+
+@register_tweak
+def _no_cumulative_average(module: nn.Module) -> None:
+    """BatchNorm with momentum=None reads how many batches it has seen, which changes no shape."""
+    if isinstance(module, _BATCH_NORMS) and module.momentum is None:
+        module.momentum = 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from whale_torch.trace.graph import map_leaves
+from whale_torch.trace.graph import leaves_in, map_leaves
+from whale_torch.trace.settings import follow
 from whale_torch.trace.tweaks import tweak
 
 __all__ = ["Twin"]
@@ -42,28 +44,58 @@ class Twin:
             memo[id(parameter)] = nn.Parameter(like(parameter), requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             memo[id(buffer)] = like(buffer)
+        for x in _computed(model):
+            memo[id(x)] = like(x)
         module = copy.deepcopy(model, memo)
         tweak(module)
         return Twin(module, fake, device)
 
     def follow(self, model: nn.Module) -> None:
-        """Takes over what may change between forwards: which modules train and which parameters are frozen."""
+        """Takes over what may change between forwards: which modules train, which parameters are frozen, dtypes, and
+        plain attributes. The model has the modules and parameters that it was copied with."""
+        exchanged: dict[int, Tensor] = {}
         for mine, theirs in zip(self.module.modules(), model.modules(), strict=True):
             mine.training = theirs.training
+            follow(mine, theirs)
+            for held, given in ((mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)):
+                for key, x in given.items():
+                    self._convert(held, key, x, exchanged)
+        tweak(self.module)
         for parameter, original in zip(self.module.parameters(), model.parameters(), strict=True):
             parameter.requires_grad_(original.requires_grad)
 
-    def inputs(self, args: Any, resize: tuple[int, int, int] | None = None) -> Any:
-        """The nest with each tensor as the recording sees it; resize: see `record`."""
+    def _convert(self, held: dict[str, Any], key: str, original: Tensor | None, exchanged: dict[int, Tensor]) -> None:
+        """Exchanges a tensor of the copy whose original has another dtype now; tied ones stay tied."""
+        x = held.get(key)
+        if x is None or original is None or x.dtype is original.dtype:
+            return
+        if id(x) not in exchanged:
+            with self.fake:
+                new = torch.empty_strided(x.shape, x.stride(), dtype=original.dtype, device=x.device)
+            exchanged[id(x)] = nn.Parameter(new, requires_grad=False) if isinstance(x, nn.Parameter) else new
+        held[key] = exchanged[id(x)]
+
+    def inputs(self, args: Any, resize: tuple[int, int, int] | None = None, which: Sequence[bool] | None = None) -> Any:
+        """The nest with each tensor as the recording sees it; resize, which: see `record`."""
         dim, size, other = resize or (0, -1, -1)
+        flags = None if which is None else iter(which)
 
         def like(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            if x.dim() > dim and x.shape[dim] == size:
+            has_rows = x.dim() > dim and x.shape[dim] == size
+            if has_rows if flags is None else next(flags) and resize is not None:
                 shape = (*x.shape[:dim], other, *x.shape[dim + 1 :])
                 with self.fake:
                     return torch.empty(shape, dtype=x.dtype, device=self.device)
             return self.fake.from_tensor(x.detach()).to(self.device)
 
         return map_leaves(args, like)
+
+
+def _computed(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors among the attributes of modules that are part of a graph, which torch refuses to copy."""
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                yield from (x for x in leaves_in(value) if isinstance(x, Tensor) and x.grad_fn is not None)

@@ -29,6 +29,9 @@ MIXED: dict[str, Glue] = {
     "sorted": lambda h: h.sort(dim=0)[0],
     "distance": lambda h: torch.cdist(h, h),
     "outer": lambda h: h[:, None] - h[None],
+    "largest": lambda h: h - h.max(0).values,
+    "largest so far": lambda h: h.cummax(0).values,
+    "normalized": lambda h: F.normalize(h, dim=0),
 }
 APART: dict[str, Glue] = {
     "softmax": lambda h: h.softmax(-1),
@@ -37,6 +40,9 @@ APART: dict[str, Glue] = {
     "own mean": lambda h: h - h.mean(1, keepdim=True),
     "chunks": lambda h: torch.cat(h.chunk(2, dim=1), dim=1),
     "norm": lambda h: F.layer_norm(h, h.shape[1:]),
+    "largest": lambda h: h - h.max(1, keepdim=True).values,
+    "normalized": lambda h: F.normalize(h),
+    "split": lambda h: h.split(1, dim=1)[0] * h.max(1).values[:, None],
 }
 
 

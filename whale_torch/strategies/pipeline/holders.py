@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from whale_torch.errors import LayoutError
 from whale_torch.planning.pipelines import PipelinePlan
@@ -30,6 +30,7 @@ class Holders:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._owners = {id(module): name for name, module in model.named_modules()}
         self._first = {id(p): name for name, p in model.named_parameters()}
+        self._tensors = {name: id(x) for name, x in _other_tensors(self._modules)}
         self.by_names = programs is None
         self._runs: dict[str, int] = {}
         if programs is None:
@@ -78,11 +79,35 @@ class Holders:
         runs = self._plan.place_of(self._runs.get(module, 0))
         return runs if runs in places and name not in self._first.values() else places[0]
 
-    def check(self, programs: Sequence[StageProgram]) -> None:
-        """Raises LayoutError, alike on every rank, where a further kind of call uses a tensor on another stage."""
+    def check(self, programs: Sequence[StageProgram], written: Sequence[str]) -> None:
+        """Raises LayoutError, alike on every rank, where a further kind of call uses a tensor on another stage, and
+        where a buffer that a module changes is used on several ranks. written: those buffers.
+        """
+        self._check_written(programs, written)
         for name, stages in self._used(programs).items():
             if not stages <= self.stages[name]:
                 raise self._misplaced(name, stages)
+
+    def _check_written(self, programs: Sequence[StageProgram], written: Sequence[str]) -> None:
+        """A buffer with two names is one."""
+        users: dict[int, set[int]] = {}
+        for program in programs if written else ():
+            names = [step.node.target for step in program.steps if step.node.kind == "buffer" and not step.node.args]
+            for name in program.modules:
+                inside = self._modules[name].named_modules(prefix=name, remove_duplicate=False)
+                names += [_full(member, key) for member, module in inside for key in module._buffers]
+            for name in names:
+                if name in self._tensors:
+                    users.setdefault(self._tensors[name], set()).add(program.index)
+        for name in written:
+            stages = users.get(self._tensors.get(name, 0), set())
+            if len(self._places(stages)) > 1:
+                raise LayoutError(
+                    f"the buffer '{name}' is changed by its module in the forward, and used on {_named(stages)}, which "
+                    "are on several ranks: each would have values of its own.",
+                    where=self._plan.site,
+                    fix="put what uses it into one stage, or give each stage a buffer of its own",
+                )
 
     def confirm(self, programs: Sequence[StageProgram]) -> None:
         """Takes over which stages of a rank the first call uses. Raises LayoutError where it needs another rank's."""
@@ -146,6 +171,14 @@ class Holders:
                 if buffer is not None and stage is not None:
                     found.setdefault(_full(self._owners[id(module)], key), set()).add(stage)
         return found
+
+
+def _other_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Buffers and plain attributes, by all their names."""
+    for name, module in modules.items():
+        for key, x in {**vars(module), **module._buffers}.items():
+            if isinstance(x, Tensor):
+                yield _full(name, key), x
 
 
 def _full(name: str, key: str) -> str:

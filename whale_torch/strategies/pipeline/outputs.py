@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from whale_torch.errors import LayoutError, LossError
-from whale_torch.trace.graph import Graph, Made, Node, nodes_in
+from whale_torch.errors import LayoutError, LossError, TraceError
+from whale_torch.trace.graph import Graph, Made, Node, like_dict, nodes_in
 
-__all__ = ["Placeholder", "losses_of", "numbers_of", "training_results"]
+__all__ = ["Placeholder", "losses_of", "numbers_of", "numbers_that_grow", "training_results"]
 
 
 class Placeholder:
@@ -82,7 +83,7 @@ def training_results(output: Any) -> Any:
         items = [training_results(value) for value in output]
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
     if isinstance(output, dict):
-        return {key: training_results(value) for key, value in output.items()}
+        return like_dict(output, {key: training_results(value) for key, value in output.items()})
     return output
 
 
@@ -94,3 +95,46 @@ def _named_loss(output: Any) -> Node | None:
     fields = output.fields if isinstance(output, Made) else output if isinstance(output, dict) else {}
     found = fields.get("loss")
     return found if isinstance(found, Node) else None
+
+
+def numbers_that_grow(graph: Graph, other: Graph, rows: int) -> tuple[Any, dict[Node, Fraction]]:
+    """What the model returns, with a Node for each Python number that counts samples, and how many it is for each.
+
+    other: a recording at another number of samples. rows: samples of the first. Raises TraceError for a number that is
+    neither a constant nor so many for each sample.
+    """
+    found: dict[Node, Fraction] = {}
+
+    def walk(mine: Any, theirs: Any) -> Any:
+        if isinstance(mine, Node) or type(mine) is not type(theirs):
+            return mine
+        if isinstance(mine, Made):
+            return Made(mine.cls, {name: walk(part, theirs.fields.get(name)) for name, part in mine.fields.items()})
+        if isinstance(mine, dict):
+            return like_dict(mine, {key: walk(part, theirs.get(key)) for key, part in mine.items()})
+        if isinstance(mine, (tuple, list)):
+            items = [walk(*pair) for pair in zip(mine, theirs, strict=False)]
+            if len(items) != len(mine):
+                return mine
+            return type(mine)(*items) if hasattr(mine, "_fields") else type(mine)(items)
+        if not isinstance(mine, (int, float)) or isinstance(mine, bool) or mine == theirs or mine != mine:
+            return mine
+        number = Node("constant", mine, value=mine)
+        found[number] = Fraction(mine) / rows
+        if found[number] * _rows_of(other, graph, rows) != Fraction(theirs):
+            raise TraceError(
+                f"the model returns the number {mine:g} for {rows} samples, which is not so many for each of them.",
+                fix="return tensors, or numbers that do not depend on how many samples there are",
+            )
+        return number
+
+    return walk(graph.output, other.output), found
+
+
+def _rows_of(other: Graph, graph: Graph, rows: int) -> Fraction:
+    """Samples of another recording."""
+    pairs = zip(graph.nodes, other.nodes, strict=False)
+    shapes = ((a.value.shape, b.value.shape) for a, b in pairs if a.kind == b.kind == "input")
+    return next(
+        (Fraction(y, x) * rows for a, b in shapes for x, y in zip(a, b, strict=False) if x != y), Fraction(rows)
+    )

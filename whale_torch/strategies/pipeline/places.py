@@ -163,7 +163,8 @@ class Places:
         """Lets modules of other ranks' stages say so where they are called."""
         ours = {id(parameter) for parameter in self.held().values()}
         for name, module in self._modules.items():
-            if any(p is not None and id(p) not in ours for p in module._parameters.values()):
+            # the model's own call runs the pipeline, which uses them where they are
+            if name and any(p is not None and id(p) not in ours for p in module._parameters.values()):
                 module.register_forward_pre_hook(_refusal(name, self._site))
 
     def reducers(self, stand_ins: StandIns) -> list[StageReducer]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from whale_torch.comm.cut_tensor import dtypes_of_trained
-from whale_torch.errors import LossError
+from whale_torch.comm.cut_tensor import kinds_of
+from whale_torch.errors import LossError, TraceError, WhaleError
 from whale_torch.planning.pipelines import leaf_of
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.pipeline.batches import MicroBatches, micro_batches
-from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, training_results
+from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, numbers_that_grow, training_results
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Context, Graph, Node, nodes_in
 from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Combine, Count, rewrite
+from whale_torch.trace.settings import Settings, frozen, hooks_of
 from whale_torch.trace.sizes import Sizes
 from whale_torch.trace.tracer import record
 from whale_torch.trace.twin import Twin
@@ -29,16 +34,21 @@ __all__ = ["Mode", "Program", "Programs"]
 Mode = Literal["train", "outputs"]
 
 _PRIMES = (1009, 1013)
+_MOST = 64
+"""Programs that are kept; those that were not used for longest go first."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """One kind of call, cut into stages.
 
     mode: "train" gives the loss and other scalars, "outputs" everything that the model returns. results: the nest that
     the user gets, with Nodes. returned: its Nodes, in the order in which the last stage gives their values. combine:
     how those among them that are numbers add up, by place. loss: which of the returned. counts: of the numbers.
-    whole: all of the batch has to be one micro-batch, for a number that is no sum over samples, or has a gradient.
+    whole: all of the batch has to be one micro-batch, for a number that is no sum over samples, or has a gradient, and
+    for a tensor whose rows cannot be told. dims: along which returned tensors have a row for each sample, by place;
+    the others are the same for all micro-batches. numbers: Python numbers of the results, as so much for each sample.
+    written: buffers that modules change. digest: of what stages send each other and return.
     """
 
     mode: Mode
@@ -49,6 +59,20 @@ class Program:
     loss: Node | None = None
     counts: tuple[StageProgram, ...] = ()
     whole: bool = False
+    dims: Mapping[int, int] = field(default_factory=dict)
+    numbers: Mapping[Node, Fraction] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def digest(self) -> int:
+        sent = [[(source, [*map(_told, nodes)]) for source, nodes in stage.receives.items()] for stage in self.stages]
+        told = sent, [*map(_told, self.returned)], sorted(self.combine.items()), sorted(self.dims.items()), self.whole
+        return zlib.crc32(repr(told).encode())
+
+
+def _told(node: Node) -> Any:
+    x = node.value
+    return (tuple(x.shape), str(x.dtype), x.requires_grad) if isinstance(x, Tensor) else type(x).__name__
 
 
 class Programs:
@@ -64,20 +88,21 @@ class Programs:
         self._leaf = leaf_of(plan.pipeline)
         self._twin = Twin.of(model, device)
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
-        self._known: dict[Any, Program] = {}
+        self._named = dict(model.named_modules())
+        self._known: dict[Any, list[tuple[Settings, Program]]] = {}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return sum(map(len, self._known.values()))
 
     def of_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, mode: Mode
     ) -> tuple[MicroBatches, list[Program]]:
         """A call's micro-batches, and the program of each."""
         cut = micro_batches(args, kwargs, rows, self._plan.num_micro_batches, self._batch_dim)
-        kinds = {rows: self.of(*cut.call(rows), rows, mode) for rows in dict.fromkeys(cut.rows)}
+        kinds = {rows: self.of(*cut.call(rows), rows, mode, cut.which) for rows in dict.fromkeys(cut.rows)}
         if len(cut.rows) > 1 and any(program.whole for program in kinds.values()):
             cut = micro_batches(args, kwargs, rows, 1, self._batch_dim)
-            kinds = {rows: self.of(*cut.call(rows), rows, mode)}
+            kinds = {rows: self.of(*cut.call(rows), rows, mode, cut.which)}
         return cut, [kinds[rows] for rows in cut.rows]
 
     def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> tuple[StageProgram, ...]:
@@ -86,24 +111,71 @@ class Programs:
             _, programs = self.of_batch(args, kwargs, rows, "train" if self._model.training else "outputs")
         return programs[0].stages
 
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, mode: Mode) -> Program:
-        """The program for calls like this one, of `rows` samples; "train" becomes "outputs" where there is no loss."""
-        key = mode, rows, self._key(args, kwargs)
-        if key not in self._known:
-            self._twin.follow(self._model)
-            graph = record(self._twin, args, kwargs, self._leaf)
-            self._known[key] = self._make(graph, mode, args, kwargs, rows)
-        return self._known[key]
+    def of(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, mode: Mode, which: Sequence[bool]
+    ) -> Program:
+        """The program for calls like this one, of `rows` samples; "train" becomes "outputs" where there is no loss.
 
-    def _make(self, graph: Graph, mode: Mode, args: Any, kwargs: Any, rows: int) -> Program:
-        resize = (self._batch_dim, rows, next(p for p in _PRIMES if p != rows))
-        other = record(self._twin, args, kwargs, self._leaf, resize=resize)
+        which: of the tensors, in order, those that have a row for each sample.
+        """
+        key = mode, rows, tuple(which), self._key(args, kwargs)
+        found = self._known[key] = self._known.pop(key, [])  # the last one used comes last
+        for settings, program in found:
+            if settings.hold():
+                return program
+        self._twin.follow(self._model)
+        graph = record(self._twin, args, kwargs, self._leaf)
+        other = self._other(args, kwargs, rows, which)
+        program = self._make(graph, other, mode, rows)
+        opened = dict.fromkeys((*graph.opened, *other.opened))
+        self._check_hooks(opened)
+        found.append((Settings(self._named, dict.fromkeys((*graph.reads, *other.reads)), opened), program))
+        self._forget()
+        return program
+
+    def _other(self, args: Any, kwargs: Any, rows: int, which: Sequence[bool]) -> Graph:
+        """A recording at another batch size."""
+        other = next(p for p in _PRIMES if p != rows)
+        try:
+            return record(self._twin, args, kwargs, self._leaf, resize=(self._batch_dim, rows, other), which=which)
+        except WhaleError:
+            raise
+        except Exception as error:  # the model is the user's
+            reason = next(iter(str(error).strip().splitlines()), "no message")
+            raise TraceError(
+                f"the forward runs on {rows} samples and fails on {other}: {type(error).__name__}: {reason}",
+                where=self._plan.site,
+                fix="a pipeline records it at two numbers of samples to see what mixes them: let it take any number, "
+                "or put what needs one into a module of a stage",
+            ) from error
+
+    def _check_hooks(self, opened: Iterable[str]) -> None:
+        """Raises TraceError for a hook that came later on a module whose code was recorded."""
+        copies = dict(self._twin.module.named_modules())
+        for name in opened:
+            if name and hooks_of(self._named[name]) != hooks_of(copies[name]):
+                raise TraceError(
+                    f"a hook of module '{name}' was added or removed after wh.parallelize, and the module is taken "
+                    "apart: the code between its stages is recorded.",
+                    where=self._plan.site,
+                    fix="put hooks on modules of stages, or on this one before wh.parallelize",
+                )
+
+    def _forget(self) -> None:
+        while len(self) > _MOST:
+            key, found = next(iter(self._known.items()))
+            del found[0]
+            if not found:
+                del self._known[key]
+
+    def _make(self, graph: Graph, other: Graph, mode: Mode, rows: int) -> Program:
         loss, scalars = losses_of(graph) if mode == "train" else (None, [])
         if loss is None:
             mode, scalars = "outputs", numbers_of(graph)
         how: Any = self._plan.micro_batch_loss
         if mode == "outputs" and any(node.value.requires_grad for node in scalars):
             return self._whole(graph)  # a loss in eval(), from which backward may start
+        output, numbers = numbers_that_grow(graph, other, rows)
         try:
             rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
         except LossError:
@@ -113,25 +185,35 @@ class Programs:
         losses = dict(zip(scalars, rewritten.losses, strict=True))
         returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
         given = [losses[node].node if node in losses else node for node in returned]
+        sizes = Sizes.of(graph, other)
         if how is None:
-            refuse_mixing(rewritten.graph.needed(given), Sizes.of(graph, other))
+            refuse_mixing(rewritten.graph.needed(given), sizes)
+        dims: dict[int, int] = {}
+        if mode == "outputs":
+            told = _dims_of(graph, sizes, [None if node in losses else node for node in returned], rows)
+            if told is None:
+                return self._whole(graph)
+            dims = told
         return Program(
             mode,
             cut(rewritten.graph, tuple(given), self._plan.num_stages),
-            training_results(graph.output) if mode == "train" else graph.output,
+            training_results(output) if mode == "train" else output,
             tuple(returned),
             {returned.index(node): found.combine for node, found in losses.items()},
             loss,
             tuple(_count_program(count) for count in rewritten.counts),
+            dims=dims,
+            numbers=numbers,
+            written=tuple(graph.written),
         )
 
     def _whole(self, graph: Graph) -> Program:
         outputs = tuple(dict.fromkeys(nodes_in(graph.output)))
-        return Program("outputs", cut(graph, outputs, self._plan.num_stages), graph.output, outputs, whole=True)
+        stages = cut(graph, outputs, self._plan.num_stages)
+        return Program("outputs", stages, graph.output, outputs, whole=True, written=tuple(graph.written))
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        modes = tuple(m.training for m in self._modules)
-        state = (modes, tuple(dtype is not None for dtype in dtypes_of_trained(self._parameters)))
+        state = tuple(module.training for module in self._modules), tuple(kinds_of(self._parameters))
         return _form(args), _form(dict(kwargs)), Context.now(), hash(state)
 
 
@@ -143,7 +225,29 @@ def _form(x: Any) -> Any:
         return type(x), tuple(map(_form, x))
     if isinstance(x, dict):
         return type(x), tuple((key, _form(value)) for key, value in x.items())
-    return x if isinstance(x, (int, float, str, type(None))) else repr(x)
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return type(x), tuple((part.name, _form(getattr(x, part.name, None))) for part in dataclasses.fields(x))
+    return frozen(x)
+
+
+def _dims_of(graph: Graph, sizes: Sizes, returned: list[Node | None], rows: int) -> dict[int, int] | None:
+    """Along which dim each returned tensor has a row for each sample, by place; None where that cannot be said of one.
+
+    A tensor that none of the inputs' rows goes into has no such dim. returned: None for a number.
+    """
+    found: dict[int, int] = {}
+    for place, node in enumerate(returned):
+        if node is None or not isinstance(node.value, Tensor):
+            continue
+        pair = sizes.pairs[node].value
+        if node.value.dim() != pair.dim():
+            return None
+        dims = [dim for dim, (a, b) in enumerate(zip(node.value.shape, pair.shape, strict=True)) if a != b]
+        if len(dims) == 1 and node.value.shape[dims[0]] == rows:
+            found[place] = dims[0]
+        elif dims or any(source.kind == "input" and sizes.differ(source) for source in graph.needed([node])):
+            return None
+    return found
 
 
 def _count_program(count: Count) -> StageProgram:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +87,7 @@ class Run:
         scalars[loss] = Deliver.apply(  # type: ignore[no-untyped-call]
             scalars[loss], held, self._scale, self._before_backward, self.runtime.anchor, *self.runtime.trained()
         )
-        return map_nodes(self.program.results, scalars.__getitem__)
+        return self._given(scalars)
 
     def _scalars(self) -> dict[Node, Tensor]:
         """Every scalar as the mean over replicas, on every rank."""
@@ -118,7 +118,7 @@ class Run:
         """All that the model returns, on every rank of the pipeline."""
         self._act("F")
         self._step.messages.finish()
-        return map_nodes(self.program.results, self._outputs().__getitem__)
+        return self._given(self._outputs())
 
     def later(self) -> Any:
         """All that the model returns; its backward runs in the user's."""
@@ -131,14 +131,23 @@ class Run:
             self._backward, len(flows), *(outputs[node] for node in flows), *self.runtime.trained(), self.runtime.anchor
         )
         outputs.update(zip(flows, given, strict=True))
-        return map_nodes(self.program.results, outputs.__getitem__)
+        return self._given(outputs)
+
+    def _given(self, values: Mapping[Node, Tensor]) -> Any:
+        """What the model returns."""
+        rows = sum(self.rows)
+        numbers = {node: type(node.value)(each * rows) for node, each in self.program.numbers.items()}
+        return map_nodes(self.program.results, {**values, **numbers}.__getitem__)
 
     def _backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         self._before_backward()
         weight = sum(self._shares)
-        self._seeds_of_outputs = [None if g is None else self._parts(g * weight) for g in grads]
-        self._step.messages = self._posting("gradient")
-        return [*self._run("B"), None]
+        self._seeds_of_outputs = [
+            None if g is None else self._parts(g * weight, place) for g, place in zip(grads, self._roots(), strict=True)
+        ]
+        with self.runtime.in_step():
+            self._step.messages = self._posting("gradient")
+            return [*self._run("B"), None]
 
     def _outputs(self) -> dict[Node, Tensor]:
         """The last stage's values of all micro-batches together, on every rank of the pipeline."""
@@ -157,13 +166,15 @@ class Run:
         if place in self.program.combine:
             total = self._whole_number(range(len(parts)), place, parts)
             return total.round().to(parts[0].dtype) if not parts[0].is_floating_point() else total.to(parts[0].dtype)
-        dim = self.runtime.batch_dim
-        if parts[0].dim() > dim and all(x.shape[dim] == rows for x, rows in zip(parts, self.rows, strict=True)):
-            return torch.cat(parts, dim)
-        return parts[0].clone()
+        if place in self.program.dims:
+            return torch.cat(parts, self.program.dims[place]).contiguous()
+        return parts[0].clone(memory_format=torch.contiguous_format)
 
-    def _parts(self, grad: Tensor) -> list[Tensor]:
-        return list(grad.split(self.rows, self.runtime.batch_dim)) if len(self.rows) > 1 else [grad]
+    def _parts(self, grad: Tensor, place: int) -> list[Tensor]:
+        """What of an output's gradient each micro-batch gets: what has no rows, all of them gave."""
+        if place in self.program.dims:
+            return list(grad.split(self.rows, self.program.dims[place]))
+        return [grad / len(self.rows)] * len(self.rows)
 
     # ---- the schedule
 
@@ -193,6 +204,7 @@ class Run:
         return averaging(self.runtime.reducers) if self._sync else contextlib.nullcontext()
 
     def _before_backward(self) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self.runtime.note_gradients)
         if self._sync:
             self.runtime.average_kept()
         else:

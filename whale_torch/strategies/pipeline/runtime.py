@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 from whale_torch.comm.call import Batch, Trained
 from whale_torch.comm.collectives import gather_equal
 from whale_torch.comm.region import Region
+from whale_torch.comm.registry import place_of
+from whale_torch.comm.scale import Witness
 from whale_torch.errors import CommError, LayoutError, PlanError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan
@@ -81,11 +86,14 @@ class PipelineRuntime(Runtime):
         self._trained_code = Trained(self._trained)
         self._places: Places | None = None
         self._trains = False  # whether a step of training has begun
-        self._checked: set[int] = set()  # programs, which live as long as `programs`
+        self._checked: weakref.WeakSet[Program] = weakref.WeakSet()
         self.stand_ins: StandIns
         self.reducers: list[StageReducer] = []
         self.stages = set(plan.pipeline.stages_at(self.pipeline.index))
         self.users: list[tuple[nn.Parameter, set[int]]] = []
+        self._whole_model: Callable[..., Any] = model
+        self._witness: Witness | None = None
+        self.broken = ""  # the error that ended a step in the middle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
         return _CopiedPipeline(self.plan, self.regions)
@@ -98,20 +106,41 @@ class PipelineRuntime(Runtime):
 
     def run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the model: all of the schedule, or all forwards where the loss is the user's."""
+        self._whole_model = functools.partial(forward, model)  # where it is one stage
         batch = self._reader.read(args, kwargs, hashed=self.pipeline.size > 1)
         self.number += 1
         grad = torch.is_grad_enabled()
+        if self.broken:
+            raise CommError(
+                f"an earlier step of this pipeline ended in the middle: {self.broken}; its messages are under way "
+                "still, and the ranks are not in step.",
+                fix="let an error inside a step end the program; check a batch before the model is called with it",
+            )
+        self._members.check(model, recorded=True)
         mode: Mode = "train" if grad and model.training else "outputs"
         cut, programs = self.programs.of_batch(args, kwargs, batch.rows, mode)
-        self._settle(model, programs, training=grad and model.training)
-        self._follow(model)
+        self._follow()
         counts = self._counts(programs, cut.inputs)
-        shares, totals = self._meet(batch, counts, cut.rows, grad=grad, training=programs[0].mode == "train")
+        shares, totals = self._meet(
+            batch, counts, cut.rows, _digest(programs), grad=grad, training=programs[0].mode == "train"
+        )
+        self._settle(model, programs, training=grad and model.training)
         batches = [MicroBatch(i, p.stages, totals) for i, p in zip(cut.inputs, programs, strict=True)]
         run = Run(self, batches, programs, cut.rows, shares, grad=grad)
-        if programs[0].mode == "train":
-            return run.train()
-        return run.later() if grad else run.evaluate()
+        with self.in_step():
+            if programs[0].mode == "train":
+                return run.train()
+            return run.later() if grad else run.evaluate()
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """While messages go from stage to stage: what ends it in between leaves them under way."""
+        try:
+            yield
+        except BaseException as error:
+            if self.pipeline.size > 1:
+                self.broken = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            raise
 
     def modules(self) -> Iterable[nn.Module]:
         """The model's modules; one that has several names comes as often."""
@@ -120,9 +149,12 @@ class PipelineRuntime(Runtime):
     def find(self, node: Node) -> Any:
         """The live module, parameter or buffer that a Node names."""
         if node.kind == "module":
-            return self._modules[node.target]
+            return self._modules[node.target] if node.target else self._whole_model
         owner, _, name = node.target.rpartition(".")
-        return getattr(self._modules[owner], name)
+        found = getattr(self._modules[owner], name)
+        for key in node.args:
+            found = found[key]
+        return found
 
     def scale_losses(self, scale: Callable[[], float]) -> None:
         """The backwards inside the call start from this number, so that half precision has the range it needs."""
@@ -171,9 +203,9 @@ class PipelineRuntime(Runtime):
             self._take_up()
         assert self._places is not None
         for program in programs:
-            if id(program) not in self._checked:
-                self._places.holders.check(program.stages)
-                self._checked.add(id(program))
+            if program not in self._checked:
+                self._places.holders.check(program.stages, program.written)
+                self._checked.add(program)
 
     def let_go(self, model: nn.Module, places: Places) -> None:
         """Goes by what lies where from here on: other ranks' values are let go."""
@@ -187,13 +219,13 @@ class PipelineRuntime(Runtime):
         if not places.holders.by_names:
             self._take_up()
 
-    def _follow(self, model: nn.Module) -> None:
-        """Before a call: what was replaced or added raises PlanError, what was frozen or converted is taken over."""
-        self._members.check(model)
+    def _follow(self) -> None:
+        """Before a call: what was frozen or converted is taken over."""
         trained = self._trained_dtypes()
         if trained != self._trained:
             self._trained, self._trained_code = trained, Trained(trained)
-            self._take_up()
+            if self._places is not None:
+                self._take_up()
 
     def _take_up(self) -> None:
         assert self._places is not None
@@ -206,6 +238,22 @@ class PipelineRuntime(Runtime):
         self.users = [
             (self.stand_ins.of(p), self._places.holders.stages[name] & self.stages) for name, p in held.items()
         ]
+        if self._witness is None:
+            self._witness = self._make_witness()
+
+    def _make_witness(self) -> Witness | None:
+        """Of this rank's largest parameter: what its gradients are multiplied by between backward and a step."""
+        trained = self.trained()
+        if self.pipeline.size == 1 or not trained:
+            return None
+        largest = max(trained, key=Tensor.numel)
+        place = place_of(largest)
+        return None if place is None else Witness(largest, place, of_stage=True)
+
+    def note_gradients(self) -> None:
+        """At the end of a backward."""
+        if self._witness is not None:
+            self._witness.keep()
 
     def _counts(self, programs: list[Program], inputs: list[list[Tensor]]) -> Tensor:
         """The counts of the loss over this rank's micro-batches, and their number, float64."""
@@ -216,16 +264,18 @@ class PipelineRuntime(Runtime):
         return torch.tensor(numbers, dtype=torch.float64).sum(0)
 
     def _meet(
-        self, batch: Batch, counts: Tensor, rows: list[int], *, grad: bool, training: bool
+        self, batch: Batch, counts: Tensor, rows: list[int], program: int, *, grad: bool, training: bool
     ) -> tuple[list[float], dict[Any, Any]]:
         """Each micro-batch's share of all rows, and the counts of the loss by number, in small exchanges.
 
         Both as means over replicas where gradients are, else of this pipeline alone; counts of numbers that no backward
-        starts at are always this pipeline's. Raises LayoutError, on every rank, where the ranks of one pipeline were
-        fed different batches, CommError where ranks train different parameters.
+        starts at are always this pipeline's. program: a hash of what the stages do. Raises LayoutError, on every rank,
+        where the ranks of one pipeline were fed different batches or recorded different forwards, CommError where ranks
+        train different parameters, or multiplied their gradients by different numbers.
         """
         code = self._trained_code.code if grad else 0
-        told = torch.tensor([batch.digest, batch.rows, len(counts), code])
+        seen = self._witness.take() if grad and self._witness is not None else 0
+        told = torch.tensor([batch.digest, batch.rows, len(counts), code, program, seen])
         group = self.mesh.everyone() if grad else self.pipeline
         if group.size > 1:
             self._check_fed(group, gather_equal(told, group, name="what a pipeline is fed").tolist())
@@ -240,13 +290,22 @@ class PipelineRuntime(Runtime):
     def _check_fed(self, group: Group, rows: list[list[int]]) -> None:
         table = dict(zip(group.ranks, rows, strict=True))
         for ranks in self.plan.device("replica").pipelines:
-            if ranks[0] in table and any(table[rank][:3] != table[ranks[0]][:3] for rank in ranks):
+            if ranks[0] in table and any(table[rank][:2] != table[ranks[0]][:2] for rank in ranks):
                 raise LayoutError(
                     f"ranks {list(ranks)} are one pipeline but were fed different batches (rows "
                     f"{[table[r][1] for r in ranks]}, input hashes {[table[r][0] & 0xFFFF for r in ranks]}).",
                     fix="feed all ranks of a pipeline the same batch: wh.sampler or wh.batch_sampler do",
                     ranks=ranks,
                 )
+            if ranks[0] in table and any(table[rank][2:5:2] != table[ranks[0]][2:5:2] for rank in ranks):
+                raise LayoutError(
+                    f"ranks {list(ranks)} are one pipeline, and recorded different forwards of the model (hashes "
+                    f"{[table[r][4] & 0xFFFF for r in ranks]}).",
+                    fix="let the forward do the same on every rank, whatever rank it runs on",
+                    ranks=ranks,
+                )
+        if self._witness is not None:
+            self._witness.check([row[5] for row in rows])
         if any(row[2] != rows[0][2] for row in rows):
             raise LayoutError(
                 f"the pipelines count {sorted({row[2] - 1 for row in rows})} terms of the loss.",
@@ -269,3 +328,7 @@ class PipelineRuntime(Runtime):
             yield
         finally:
             self.sync = before
+
+
+def _digest(programs: list[Program]) -> int:
+    return zlib.crc32(str([program.digest for program in programs]).encode())

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
+from whale_torch.comm.registry import place_of
+from whale_torch.errors import LossError
+
 __all__ = ["StandIns"]
 
 
@@ -37,28 +40,44 @@ class StandIns:
 
     def take(self, parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
         """The gradients that gathered in the stand-ins of these; nothing but the list holds them afterwards."""
-        aliases = [self.of(p) for p in parameters]
-        grads = [alias.grad for alias in aliases]
-        for alias in aliases:
-            alias.grad = None
+        grads = [self.of(p).grad for p in parameters]
+        self.forget()
         return grads
+
+    def forget(self) -> None:
+        """The stand-ins have no gradients."""
+        for alias in self._of.values():
+            alias.grad = None
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The modules hold stand-ins, without gradients at first."""
+        """The modules hold stand-ins, without gradients at first.
+
+        Raises LossError where one got a gradient since, from a loss made of what a module kept.
+        """
         for parameter in self.parameters:
             self._refresh(parameter)
         for member, name, parameter in self._places:
             _put(member, name, self.of(parameter))
         try:
             yield
+        except BaseException:
+            self.forget()
+            raise
         finally:
             for member, name, parameter in self._places:
                 _put(member, name, parameter)
 
     def _refresh(self, parameter: nn.Parameter) -> None:
         alias = self.of(parameter)
-        alias.grad = None
+        if alias.grad is not None:
+            alias.grad = None
+            place = place_of(parameter)
+            raise LossError(
+                f"a backward past the model's output came to '{place.name if place else 'a parameter'}': a loss was "
+                "made of tensors that a module of a stage kept, and its gradient is lost.",
+                fix="let the model return them, or add them to the loss in its forward",
+            )
         if alias.requires_grad != parameter.requires_grad:
             alias.requires_grad_(parameter.requires_grad)
         if alias.data_ptr() != parameter.data_ptr() or alias.dtype is not parameter.dtype:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from whale_torch.comm.messages import Form, Message, Messages
+from whale_torch.errors import LayoutError
 from whale_torch.strategies.pipeline.bridges import Enter
 from whale_torch.strategies.pipeline.weight_store import WeightStore
 from whale_torch.trace.graph import Node
@@ -86,12 +87,14 @@ class Step:
             values, results = program.run(batch.inputs, batch.counts, received, self._find)
         for goal, nodes in program.sends.items():
             tensors = [values[node] for node in nodes]
+            _check_forms(stage, nodes, tensors, grad=self.grad)
             message = Message("activation", stage, goal, number)
             self.messages.send(message, [x.detach() for x in tensors])
             if self.grad:
                 flows = [x for node, x in zip(nodes, tensors, strict=True) if node.value.requires_grad]
                 alive.edges[goal] = [get_gradient_edge(x) if x.requires_grad else None for x in flows]
         if stage == len(batch.programs) - 1:
+            _check_forms(stage, program.results, results, grad=self.grad)
             if self.grad:
                 found = (results[place] for place in self._roots)
                 alive.results = [get_gradient_edge(x) if x.requires_grad else None for x in found]
@@ -141,6 +144,8 @@ class Step:
         for source, nodes in program.receives.items():
             tensors = self.messages.receive(Message("activation", source, program.index, number))
             arrived = dict(zip(nodes, tensors, strict=True))
+            for node in program.changed.intersection(nodes):  # the sender, on this rank, may hold the same memory
+                arrived[node] = arrived[node].clone()
             flows = [node for node in nodes if node.value.requires_grad]
             if flows and self.grad:
                 slot: list[Tensor | None] = [None] * len(flows)
@@ -164,6 +169,26 @@ class Step:
             yield
         finally:
             generator.set_state(state)
+
+
+def _check_forms(stage: int, nodes: Sequence[Any], tensors: Sequence[Any], *, grad: bool) -> None:
+    """Raises LayoutError where a stage gives tensors of other forms than when it was recorded."""
+    for node, x in zip(nodes, tensors, strict=True):
+        if not isinstance(x, Tensor) or type(node) is not Node:
+            continue
+        seen = node.value
+        if x.shape != seen.shape or x.dtype is not seen.dtype:
+            what = f"{tuple(x.shape)} {x.dtype}, and {tuple(seen.shape)} {seen.dtype}"
+        elif grad and x.requires_grad and not seen.requires_grad:
+            what = f"{tuple(x.shape)} that wants a gradient, and one that wants none"
+        else:
+            continue
+        raise LayoutError(
+            f"stage {stage} gave a tensor of {what} when this kind of call was recorded.",
+            where=node.where,
+            fix="what a module of a stage gives may depend on the shapes of its inputs, on train() and eval(), and on "
+            "which parameters are frozen, but on no other state",
+        )
 
 
 def forms_of(micro_batches: Sequence[MicroBatch]) -> Callable[[Message], list[Form]]:
