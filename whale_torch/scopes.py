@@ -154,7 +154,8 @@ def stage(target: object = None, /) -> object:
     """These modules are one stage of the pipeline around them; each entry of the scope is a stage of its own.
 
     Stages run in the order in which their scopes were entered (in `wh.annotate`: of the dict). Modules of a pipeline
-    that no stage holds run where their inputs are. A split inside a stage shares its rows; a replica is not run there.
+    that no stage holds run where their inputs are. A split inside a stage shares its rows. The ranks of a stage without
+    splits are replicas: a wh.replica inside it says how the gradients of its modules travel.
 
     Raises: AnnotationError for an illegal nesting.
     """
@@ -224,8 +225,8 @@ def pipeline(
 
     Raises: AnnotationError for a value outside these, and for an illegal nesting; PlanError for a table that is not
     complete or cannot run to its end; when planned, PlanError where ranks do not divide or a table says otherwise than
-    the scope, and for what no pipeline runs (own rows or a replica inside a stage, a split beside the stages,
-    `sync_batch_norm=True`, `loss="sum"`); TraceError for a forward that cannot be recorded.
+    the scope, and for what no pipeline runs (own rows inside a stage, a replica there beside splits, a split beside the
+    stages, `sync_batch_norm=True`, `loss="sum"`); TraceError for a forward that cannot be recorded.
     Reference: Whale (arXiv 2011.09208), `pipeline`; the schedules in planning/schedules.
     """
     given = {

@@ -509,16 +509,16 @@ def own_rows_inside_a_stage(rank: int, n: int) -> None:
 
 @mistake(
     P,
-    "A replica inside a stage",
+    "A replica inside a stage, and a split",
     wh.PlanError,
-    r"wh\.replica\(\) of '1' is inside a stage, where this version runs no replica",
+    r"wh\.replica\(\) of '0' is inside a stage of a pipeline with wh\.split\(\), whose ranks share each micro-batch",
     ranks=2,
     site=True,
 )
-def replica_inside_a_stage(rank: int, n: int) -> None:
-    """Several pipelines are replicas of each other: wh.replica() stands outside the pipeline."""
+def replica_beside_a_split(rank: int, n: int) -> None:
+    """The ranks of a split get the same micro-batch: what is not cut runs on all of it, on each of them."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    stages = {"0": wh.stage(), "1": (wh.stage(), wh.replica())}
+    stages = {"0": (wh.stage(), wh.replica()), "1": (wh.stage(), wh.split())}
     wh.parallelize(wh.annotate(model, stages, inside=wh.pipeline()))
 
 

@@ -451,10 +451,14 @@ def stages(**options: Any) -> dict[str, Any]:
     return {name: wh.stage() for name in "abcd"} | options
 
 
-def tied_and_cut() -> nn.Module:
+def tied(scopes: dict[str, Any]) -> nn.Module:
     model = Chain()
     model.c.weight = model.a.weight
-    return annotate(model, stages(a=(wh.stage(), wh.split(cut="columns")), c=(wh.stage(), wh.split(cut="columns"))))
+    return annotate(model, scopes)
+
+
+def tied_and_cut() -> nn.Module:
+    return tied(stages(a=(wh.stage(), wh.split(cut="columns")), c=(wh.stage(), wh.split(cut="columns"))))
 
 
 UNRUN: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -462,9 +466,29 @@ UNRUN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: annotate(Chain(), stages(b=(wh.stage(), wh.split(rows="own")))),
         r"wh\.split\(rows='own'\) of 'b' is inside a stage, whose ranks all get the same micro-batch",
     ),
-    "a replica inside a stage": (
-        lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica()))),
-        r"wh\.replica\(\) of 'b' is inside a stage, where this version runs no replica",
+    "a replica inside a stage beside a split": (
+        lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica()), c=(wh.stage(), wh.split()))),
+        r"wh\.replica\(\) of 'b' is inside a stage of a pipeline with wh\.split\(\), whose ranks share",
+    ),
+    "a split in a replica inside a stage": (
+        lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica(), wh.split()))),
+        r"wh\.replica\(\) of 'b' is inside a stage of a pipeline with wh\.split\(\), whose ranks share",
+    ),
+    "a dim inside a stage": (
+        lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica(batch_dim=1)))),
+        r"wh\.replica\(batch_dim=1\) of 'b' is inside a stage, where nothing is cut",
+    ),
+    "BatchNorm over the ranks of a stage": (
+        lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica(sync_batch_norm=True)))),
+        r"sync_batch_norm=True\) holds for wh\.pipeline\(\) too",
+    ),
+    "a sum inside a stage": (
+        lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica(loss="sum")))),
+        r"wh\.replica\(loss='sum'\): a pipeline averages over replicas",
+    ),
+    "a tie of two options": (
+        lambda: tied(stages(a=(wh.stage(), wh.replica(reduce_dtype=torch.bfloat16)))),
+        r"'a\.weight' is tied to 'c\.weight', .* says reduce_dtype=torch\.bfloat16 for the first and None for",
     ),
     "a split beside the pipeline": (
         lambda: wh.annotate(annotate(Chain(), {"a": wh.stage(), "b": wh.stage()}), {"d": wh.split()}),

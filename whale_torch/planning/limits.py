@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -14,7 +14,9 @@ from whale_torch.planning.schedules import NAMES, from_table
 from whale_torch.planning.tables import num_stages_of
 from whale_torch.planning.taskgraph import TaskGraph
 
-__all__ = ["check_pipeline", "check_pipeline_scopes", "check_ties"]
+__all__ = ["check_pipeline", "check_pipeline_scopes", "check_tied_options", "check_ties"]
+
+_OF_GRADIENTS = ("reduce_dtype", "bucket_bytes", "max_in_flight", "all_reduce")
 
 
 def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> None:
@@ -33,6 +35,7 @@ def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> Non
             fix="leave balance out, or say num_stages in place of the scopes",
         )
     for graph in graphs:
+        _check_inner_replica(graph, graphs, scope)
         for annotation in graph.annotations:
             _check_option(annotation, scope)
         _check_nesting(graph, scope)
@@ -64,16 +67,31 @@ def _check_option(annotation: Annotation, scope: Annotation) -> None:
         )
 
 
+def _check_inner_replica(graph: TaskGraph, graphs: Sequence[TaskGraph], scope: Annotation) -> None:
+    """The ranks of a stage are replicas already: a wh.replica inside has a say on how gradients travel."""
+    inner = graph.inner_replica
+    if inner is None:
+        return
+    if inner.get("batch_dim") is not None:
+        raise PlanError(
+            f"{inner.call} of '{graph.modules[0]}' is inside a stage, where nothing is cut: the pipeline cuts the "
+            "batch of the whole model.",
+            where=f"{inner.site}, inside {scope.site}",
+            fix="wh.replica(batch_dim=1) around the pipeline says which dim that is",
+        )
+    split = next((a for other in graphs for a in other.annotations if a.kind == "split"), None)
+    if split is not None:
+        raise PlanError(
+            f"{inner.call} of '{graph.modules[0]}' is inside a stage of a pipeline with {split.call}, whose ranks "
+            "share each micro-batch: this version does not give each of them a slice of it.",
+            where=f"{inner.site} and {split.site}, inside {scope.site}",
+            fix="remove the replica: its modules then run whole on every rank of the split",
+        )
+
+
 def _check_nesting(graph: TaskGraph, scope: Annotation) -> None:
     kinds = [annotation.kind for annotation in graph.annotations]
     innermost = graph.annotations[-1] if graph.annotations else None
-    if "stage" in kinds and "replica" in kinds[kinds.index("stage") :]:
-        inner = next(a for a in graph.annotations[kinds.index("stage") :] if a.kind == "replica")
-        raise PlanError(
-            f"{inner.call} of '{graph.modules[0]}' is inside a stage, where this version runs no replica.",
-            where=f"{inner.site}, inside {scope.site}",
-            fix="remove it: the ranks of a stage are replicas of it already",
-        )
     if innermost is None or innermost.kind != "split":
         return
     if "stage" in kinds and innermost.get("rows") == "own":
@@ -101,6 +119,26 @@ def check_ties(pipeline: PipelinePlan, model: nn.Module, shards: dict[str, Shard
                 where=pipeline.site,
                 fix="leave the split out for both, untie them, or put both into one stage",
             )
+
+
+def check_tied_options(model: nn.Module, graphs: Sequence[TaskGraph], graph_of: Mapping[str, int]) -> None:
+    """Raises PlanError for a tied parameter whose gradient two replicas, one inside a stage, would send differently."""
+    first: dict[int, tuple[str, TaskGraph]] = {}
+    for module_name, module in model.named_modules():
+        graph = graphs[graph_of[module_name]]
+        for key, parameter in module.named_parameters(module_name, recurse=False, remove_duplicate=False):
+            name, other = first.setdefault(id(parameter), (key, graph))
+            if graph.inner_replica is None and other.inner_replica is None:
+                continue
+            for option in _OF_GRADIENTS:
+                one, two = (found.option("replica", option) for found in (other, graph))
+                if one != two:
+                    raise PlanError(
+                        f"parameter '{name}' is tied to '{key}', and has one gradient: wh.replica says "
+                        f"{option}={one!r} for the first and {two!r} for the second.",
+                        where=f"{other.site} and {graph.site}",
+                        fix="give both the same options, or untie them",
+                    )
 
 
 def check_pipeline(pipeline: PipelinePlan, model: nn.Module, world: int) -> None:

@@ -59,11 +59,11 @@ def _follows(cut: Cut, option: str) -> bool:
 
 
 def one_option(graphs: Sequence[TaskGraph], name: str, default: Any) -> Any:
-    """An option that holds for the whole model. Raises PlanError where scopes differ."""
+    """An option that holds for the whole model, of replicas outside of stages. Raises PlanError where scopes differ."""
     found = {
         graph.index: graph.option("replica", name, default)
         for graph in graphs
-        if any(a.kind == "replica" for a in graph.annotations)
+        if any(a.kind == "replica" and a is not graph.inner_replica for a in graph.annotations)
     }
     values = set(found.values())
     if len(values) > 1:

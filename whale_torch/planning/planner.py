@@ -16,7 +16,7 @@ from whale_torch.planning.balance import balanced_stages
 from whale_torch.planning.cost import DEFAULT_ROWS, price, shards_of, split_bytes
 from whale_torch.planning.gradients import plan_reduces
 from whale_torch.planning.layout import Shard
-from whale_torch.planning.limits import check_pipeline_scopes, check_ties
+from whale_torch.planning.limits import check_pipeline_scopes, check_tied_options, check_ties
 from whale_torch.planning.links import links_of
 from whale_torch.planning.options import check_options, one_option
 from whale_torch.planning.pipelines import PipelinePlan, annotated_stages, plan_pipeline, scope_of
@@ -102,6 +102,7 @@ def _build(
     shards, owner = _shards(model, cuts, grouping, graphs)
     if pipeline is not None:
         check_ties(pipeline, model, shards)
+        check_tied_options(model, graphs, grouping.graph_of)
     parameters = dict(model.named_parameters())
     plan = Plan(
         cluster=cluster,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import dropwhile
 
 from torch import nn
 
@@ -48,11 +49,15 @@ class TaskGraph:
         )
 
     def option(self, kind: str, name: str, default: object = None) -> object:
-        """An option of the innermost annotation of this kind."""
-        for annotation in reversed(self.annotations):
-            if annotation.kind == kind:
-                return annotation.get(name, default)
-        return default
+        """An option of the innermost annotation of this kind that says it."""
+        found = (dict(a.options) for a in reversed(self.annotations) if a.kind == kind)
+        return next((options[name] for options in found if name in options), default)
+
+    @property
+    def inner_replica(self) -> Annotation | None:
+        """The wh.replica inside a stage of a pipeline under which these modules are."""
+        inside = dropwhile(lambda annotation: annotation.kind != "stage", self.annotations)
+        return next((annotation for annotation in inside if annotation.kind == "replica"), None)
 
 
 @dataclass
