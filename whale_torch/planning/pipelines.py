@@ -62,7 +62,8 @@ class PipelinePlan:
     user's own rows, one a rank, which also say where a stage is; without them stage s is on the (s % num_ranks)-th.
     inner: whether the ranks of one pipeline are neighbours, or the ranks of one stage.
     micro_batch_loss: "mean" takes the mean of micro-batches' losses where they are no sums over samples. mixing:
-    "accept" lets samples of a micro-batch meet between stages. site: the user's line. chosen: how the planner found the stages, "" where scopes say them.
+    "accept" lets samples of a micro-batch meet between stages. site: the user's line. chosen: how the planner found
+    the stages, "" where scopes say them.
 
     Predicted, no part of the decision: stage_parameters, stage_bytes: of each stage. moved, output_bytes: of a
     training step on sample inputs; the second is what every rank gets of a model without a loss. stage_flops: of the
