@@ -172,6 +172,7 @@ def pipeline(
     balance: Literal["modelled", "measured"] = "modelled",
     micro_batch_loss: Literal["mean"] | None = None,
     batch_dim: Mapping[str, int | None] | None = None,
+    mixing: Literal["accept"] | None = None,
 ) -> Scope: ...
 @overload
 def pipeline(
@@ -185,6 +186,7 @@ def pipeline(
     balance: Literal["modelled", "measured"] = "modelled",
     micro_batch_loss: Literal["mean"] | None = None,
     batch_dim: Mapping[str, int | None] | None = None,
+    mixing: Literal["accept"] | None = None,
 ) -> T: ...
 def pipeline(
     target: object = None,
@@ -197,6 +199,7 @@ def pipeline(
     balance: Literal["modelled", "measured"] = "modelled",
     micro_batch_loss: Literal["mean"] | None = None,
     batch_dim: Mapping[str, int | None] | None = None,
+    mixing: Literal["accept"] | None = None,
 ) -> object:
     """The stages inside run one after the other on different ranks, micro-batch by micro-batch.
 
@@ -219,7 +222,11 @@ def pipeline(
         ("F", 0, 3) is the forward of micro-batch 3 on stage 0, B a backward, I and W its input and weight part. It says
         how many stages, ranks and micro-batches there are, and which rank runs which stage.
     num_ranks: ranks of one pipeline; None is the largest divisor of the world not above the number of stages.
-    micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is not a mean over samples.
+    micro_batch_loss: "mean" accepts the mean of the micro-batches' losses where the loss is not a mean over samples,
+        and with it samples that meet on the way to a loss or another number; other outputs need `mixing` for that.
+    mixing: "accept" lets each micro-batch mix its own samples where the code between stages lets samples meet (a
+        contrastive loss, `h - h.mean(0)`), which raises without it: the step is then that of accumulated micro-batches
+        and not of the whole batch. It implies `micro_batch_loss="mean"`, and is named for what it accepts as well.
     batch_dim: for inputs of the model by name, the dim that counts samples, or None where an input has none; not
         followed yet (a plan says so): `wh.replica(batch_dim=1)` around the pipeline says the dim of all inputs.
 
@@ -237,6 +244,7 @@ def pipeline(
         "balance": balance,
         "micro_batch_loss": micro_batch_loss,
         "batch_dim": batch_dim,
+        "mixing": mixing,
     }
     return _scope("pipeline", target, given)
 
@@ -343,6 +351,7 @@ _OPTIONS: dict[str, dict[str, _Option]] = {
         "balance": _one_of("modelled", "measured"),
         "micro_batch_loss": _one_of(None, "mean"),
         "batch_dim": _BATCH_DIMS,
+        "mixing": _one_of(None, "accept"),
     },
 }
 

@@ -247,7 +247,7 @@ VALID = {
     ],
     "pipeline": [
         {"num_micro_batches": 8}, {"num_stages": 2}, {"schedule": "1f1b"}, {"num_ranks": 2},
-        {"micro_batch_loss": "mean"}, {"batch_dim": {"mask": None, "x": 1}},
+        {"micro_batch_loss": "mean"}, {"batch_dim": {"mask": None, "x": 1}}, {"mixing": "accept"},
     ],
 }  # fmt: skip
 INVALID = [

@@ -160,6 +160,8 @@ def check_pipeline(pipeline: PipelinePlan, model: nn.Module, world: int) -> None
         _check_table(pipeline)
     if pipeline.micro_batch_loss not in (None, "mean"):
         raise PlanError(f"the plan's micro_batch_loss is {pipeline.micro_batch_loss!r}.", fix='it is null or "mean"')
+    if pipeline.mixing not in (None, "accept"):
+        raise PlanError(f"the plan's mixing is {pipeline.mixing!r}.", fix='it is null or "accept"')
     _check_stages(pipeline, model)
     parameters = {name for name, _ in model.named_parameters()}
     for name, stages in pipeline.elsewhere:

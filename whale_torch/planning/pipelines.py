@@ -61,8 +61,9 @@ class PipelinePlan:
     stages: names of the topmost modules of each. num_ranks: ranks of one pipeline. schedule: its name. table: the
     user's own rows, one a rank, which also say where a stage is; without them stage s is on the (s % num_ranks)-th.
     inner: whether the ranks of one pipeline are neighbours, or the ranks of one stage.
-    micro_batch_loss: "mean" takes the mean of micro-batches' losses where they are no sums over samples. site: the
-    user's line. chosen: how the planner found the stages, "" where scopes say them.
+    micro_batch_loss: "mean" takes the mean of micro-batches' losses where they are no sums over samples. mixing:
+    "accept" lets samples of a micro-batch meet between stages. site: the user's line. chosen: how the planner found
+    the stages, "" where scopes say them.
 
     Predicted, no part of the decision: stage_parameters, stage_bytes: of each stage. moved, output_bytes: of a
     training step on sample inputs; the second is what every rank gets of a model without a loss. stage_flops: of the
@@ -88,6 +89,7 @@ class PipelinePlan:
     elsewhere: tuple[tuple[str, tuple[int, ...]], ...] = ()
     links: tuple[Links, ...] = ()
     recorded: str = ""
+    mixing: str | None = None
 
     @property
     def digest(self) -> str:
@@ -212,6 +214,7 @@ def plan_pipeline(
         micro_batch_loss=None if scope.get("micro_batch_loss") is None else str(scope.get("micro_batch_loss")),
         site=scope.site,
         chosen=chosen,
+        mixing=None if scope.get("mixing") is None else str(scope.get("mixing")),
     )
 
 

@@ -39,7 +39,7 @@ def refuse_mixing(nodes: Iterable[Node], sizes: Sizes) -> None:
                 f"{called(node)} between stages mixes samples: {how}, so a micro-batch would give something else than "
                 "the whole batch.",
                 where=node.where,
-                fix="do it inside a stage's module if each micro-batch may do it for itself, or outside of the model",
+                fix='wh.pipeline(mixing="accept") if each micro-batch may do it for itself, else outside of the model',
             )
 
 

@@ -172,7 +172,7 @@ class Programs:
         loss, scalars = losses_of(graph) if mode == "train" else (None, [])
         if loss is None:
             mode, scalars = "outputs", numbers_of(graph)
-        how: Any = self._plan.micro_batch_loss
+        how: Any = self._plan.micro_batch_loss or ("mean" if self._plan.mixing == "accept" else None)
         if mode == "outputs" and any(node.value.requires_grad for node in scalars):
             return self._whole(graph)  # a loss in eval(), from which backward may start
         output, numbers = numbers_that_grow(graph, other, rows)
@@ -186,8 +186,11 @@ class Programs:
         returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
         given = [losses[node].node if node in losses else node for node in returned]
         sizes = Sizes.of(graph, other)
-        if how is None:
-            refuse_mixing(rewritten.graph.needed(given), sizes)
+        if self._plan.mixing is None:
+            # An accepted mean of micro-batches' losses accepts what they are made of.
+            kept = [given[i] for i, node in enumerate(returned) if how is None or node not in losses]
+            if kept:
+                refuse_mixing(rewritten.graph.needed(kept), sizes)
         dims: dict[int, int] = {}
         if mode == "outputs":
             told = _dims_of(graph, sizes, [None if node in losses else node for node in returned], rows)
