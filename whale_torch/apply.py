@@ -117,7 +117,7 @@ def parallelize(
     mesh = _explained(lambda: start(device, seconds))
     made = _decide(model, mesh, cluster, plan, default, sample_inputs)
     _together(mesh, lambda: check_batch_norm(model, made))
-    reader = _together(mesh, lambda: BatchReader(model, made.batch_dim))
+    reader = _together(mesh, lambda: BatchReader(model, made.batch_dim, items=made.pipeline is None))
     programs = None if made.pipeline is None else _together(mesh, lambda: Programs(model, made, mesh.device))
     places = None if programs is None else _places(model, made, mesh, programs, reader, sample_inputs)
     cuts = cut_parameters(model, made, mesh)

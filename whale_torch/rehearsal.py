@@ -68,8 +68,8 @@ def _recorded(plan: Plan, pipeline: PipelinePlan, model: nn.Module, sample_input
     """A plan of a pipeline with the bytes of its messages, where those are not known yet: a saved one's."""
     if pipeline.recorded:
         return plan
-    dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
-    recorded, rows = record_step(model, pipeline, sample_inputs, dim), count_rows(sample_inputs, dim)
+    recorded = record_step(model, pipeline, sample_inputs, plan.batch_dim)
+    rows = count_rows(model, sample_inputs, plan.batch_dim)
     return price(replace(plan, pipeline=recorded, rows_per_rank=rows), model)
 
 

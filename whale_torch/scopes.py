@@ -227,8 +227,10 @@ def pipeline(
     mixing: "accept" lets each micro-batch mix its own samples where the code between stages lets samples meet (a
         contrastive loss, `h - h.mean(0)`), which raises without it: the step is then that of accumulated micro-batches
         and not of the whole batch. It implies `micro_batch_loss="mean"`, and is named for what it accepts as well.
-    batch_dim: for inputs of the model by name, the dim that counts samples, or None where an input has none; not
-        followed yet (a plan says so): `wh.replica(batch_dim=1)` around the pipeline says the dim of all inputs.
+    batch_dim: for the inputs of the model by name, the dim that counts samples, or None where an input has none and
+        goes to every micro-batch as it is. Every input with tensors is named. Without it every tensor as long as the
+        batch along dim 0, or that of `wh.replica(batch_dim=1)` around the pipeline, is cut: name them where a mask or
+        a table may be as long as the batch by accident.
 
     Raises: AnnotationError for a value outside these, and for an illegal nesting; PlanError for a table that is not
     complete or cannot run to its end; when planned, PlanError where ranks do not divide or a table says otherwise than

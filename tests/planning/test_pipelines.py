@@ -508,14 +508,6 @@ UNRUN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: annotate(Chain(), stages(), (wh.replica(loss="sum"), wh.pipeline())),
         r"wh\.replica\(loss='sum'\): a pipeline averages over replicas",
     ),
-    "dims by name": (
-        lambda: annotate(Chain(), stages(), (wh.replica(batch_dim={"x": 0}), wh.pipeline())),
-        r"wh\.replica\(batch_dim=\{'x': 0\}\): a pipeline cuts micro-batches along one dim",
-    ),
-    "dims by name in the pipeline": (
-        lambda: annotate(Chain(), stages(), wh.pipeline(batch_dim={"x": 0})),
-        r"wh\.pipeline\(batch_dim=\{'x': 0\}\): this version cuts micro-batches along one dim",
-    ),
     "ranks that do not divide": (
         lambda: chain(num_ranks=3),
         r"num_ranks=3\): 8 ranks cannot be cut into pipelines of 3 with 4 stages",

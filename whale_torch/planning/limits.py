@@ -21,12 +21,6 @@ _OF_GRADIENTS = ("reduce_dtype", "bucket_bytes", "max_in_flight", "all_reduce")
 
 def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> None:
     """Raises PlanError for scopes and options that nothing follows in a model with this pipeline."""
-    if scope.get("batch_dim") is not None:
-        raise PlanError(
-            f"{scope.call}: this version cuts micro-batches along one dim of all inputs.",
-            where=scope.site,
-            fix="wh.replica(batch_dim=1) around the pipeline says which dim that is",
-        )
     has_stages = any(annotation.kind == "stage" for graph in graphs for annotation in graph.annotations)
     if scope.get("balance") == "measured" and (has_stages or num_stages_of(scope) is None):
         raise PlanError(
@@ -57,13 +51,6 @@ def _check_option(annotation: Annotation, scope: Annotation) -> None:
             f"{annotation.call}: a pipeline averages over replicas, of sums too.",
             where=where,
             fix="take the mean over samples, or multiply the learning rate",
-        )
-    if not isinstance(annotation.get("batch_dim", 0), int):
-        raise PlanError(
-            f"{annotation.call}: a pipeline cuts micro-batches along one dim of all inputs that have as many there as "
-            "the first.",
-            where=where,
-            fix="put the samples along one dim and say which: wh.replica(batch_dim=1)",
         )
 
 

@@ -9,7 +9,7 @@ from whale_torch.errors import PlanError
 from whale_torch.planning.rules import ATTENTION, PACKED_ATTENTION, Cut
 from whale_torch.planning.taskgraph import TaskGraph
 
-__all__ = ["check_options", "one_option"]
+__all__ = ["batch_dim_of", "check_options", "one_option"]
 
 # The roles in which our own rules follow an option.
 _EITHER: dict[str, tuple[str, ...]] = {"cut": ("columns", "rows")}
@@ -56,6 +56,26 @@ def _follows(cut: Cut, option: str) -> bool:
     """A rule of the user's may follow any option."""
     ours = _FOLLOWS.get(cut.rule)
     return ours is None or cut.role in ours.get(option, ())
+
+
+def batch_dim_of(graphs: Sequence[TaskGraph]) -> Any:
+    """Where the inputs of the model have samples, by its replicas or by its pipeline.
+
+    Raises PlanError where they say different things.
+    """
+    found = one_option(graphs, "batch_dim", 0)
+    scopes = [a for graph in graphs for a in graph.annotations if a.kind == "pipeline" and a.get("batch_dim")]
+    if not scopes:
+        return found
+    asked = scopes[0].get("batch_dim")
+    if found not in (0, asked):
+        other = next(a for graph in graphs for a in graph.annotations if a.kind == "replica" and a.get("batch_dim"))
+        raise PlanError(
+            f"{other.call} and {scopes[0].call} say otherwise where inputs have samples.",
+            where=f"{other.site} and {scopes[0].site}",
+            fix="leave one of them out",
+        )
+    return asked
 
 
 def one_option(graphs: Sequence[TaskGraph], name: str, default: Any) -> Any:

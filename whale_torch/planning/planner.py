@@ -18,7 +18,7 @@ from whale_torch.planning.gradients import plan_reduces
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.limits import check_pipeline_scopes, check_tied_options, check_ties
 from whale_torch.planning.links import links_of
-from whale_torch.planning.options import check_options, one_option
+from whale_torch.planning.options import batch_dim_of, check_options, one_option
 from whale_torch.planning.pipelines import PipelinePlan, annotated_stages, plan_pipeline, scope_of
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
@@ -85,8 +85,7 @@ def _plan_pipeline(
         asked = plan_pipeline(scope, [()] * (num_stages_of(scope) or 0), cluster)
         stages, chosen = balanced_stages(model, graphs, scope, cluster, asked, sample_inputs, seconds)
     pipeline = plan_pipeline(scope, stages, cluster, chosen=chosen)
-    dim = one_option(graphs, "batch_dim", 0)
-    return pipeline if sample_inputs is None else record_step(model, pipeline, sample_inputs, dim)
+    return pipeline if sample_inputs is None else record_step(model, pipeline, sample_inputs, batch_dim_of(graphs))
 
 
 def _build(
@@ -114,7 +113,7 @@ def _build(
         traffic=(),
         parameters=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
         rows_per_rank=DEFAULT_ROWS if rows_per_rank is None else rows_per_rank,
-        batch_dim=one_option(graphs, "batch_dim", 0),
+        batch_dim=batch_dim_of(graphs),
         loss=one_option(graphs, "loss", "mean"),
         pipeline=pipeline,
     )

@@ -14,8 +14,9 @@ from whale_torch.errors import PlanError, WhaleError
 from whale_torch.planning.flops import Measured, measure
 from whale_torch.planning.pipelines import Moved, PipelinePlan, leaf_of, topmost
 from whale_torch.trace.cut import cut
-from whale_torch.trace.graph import Graph, Node, nodes_in, tensors_in
+from whale_torch.trace.graph import Graph, Node, nodes_in
 from whale_torch.trace.program import StageProgram
+from whale_torch.trace.sample_dims import BatchDim, Dims, SampleDims
 from whale_torch.trace.tracer import record
 from whale_torch.trace.twin import Twin
 
@@ -29,19 +30,21 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
-def count_rows(inputs: Any, dim: int) -> int:
-    """Samples of the first tensor that has this dim; 1 where there is none."""
-    return next((x.shape[dim] for x in tensors_in(arguments(inputs)) if x.dim() > dim), 1)
+def count_rows(model: nn.Module, inputs: Any, batch_dim: BatchDim) -> int:
+    """Samples in sample inputs; 1 where nothing has any."""
+    return SampleDims(model, batch_dim).count(*arguments(inputs))
 
 
-def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int) -> PipelinePlan:
+def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, batch_dim: BatchDim) -> PipelinePlan:
     """The pipeline with what a step on these inputs computes and moves, and which stages use a parameter.
 
-    dim: the one that counts samples. The model is left alone. Raises TraceError for a forward that cannot
+    batch_dim: where inputs have samples. The model is left alone. Raises TraceError for a forward that cannot
     be recorded, PlanError for one that fails.
     """
     args, kwargs = arguments(inputs)
-    rows = count_rows(inputs, dim)
+    sample_dims = SampleDims(model, batch_dim, where=pipeline.site)
+    rows = sample_dims.count(args, kwargs)
+    dims = sample_dims.of(args, kwargs, rows)
     sizes = Counter(_parts(rows, pipeline.num_micro_batches))
     twin = Twin.of(model, torch.device("cpu"))
     twin.module.train()
@@ -50,7 +53,7 @@ def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, dim: int)
     output_bytes = 0
     programs: tuple[StageProgram, ...] = ()
     for size, times in sizes.items():
-        graph = _record(twin, args, kwargs, pipeline, (dim, rows, size))
+        graph = _record(twin, args, kwargs, pipeline, dims, size)
         wanted, has_loss = _results(graph)
         programs = cut(graph, wanted, pipeline.num_stages)
         check_busy(pipeline, programs)
@@ -81,12 +84,12 @@ def _flops(names: Sequence[str], measured: Measured) -> int:
 
 
 def _record(
-    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: PipelinePlan, resize: tuple[int, int, int]
+    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: PipelinePlan, dims: Dims, rows: int
 ) -> Graph:
     """A forward of a training step on one micro-batch."""
     try:
         with torch.enable_grad():
-            return record(twin, args, kwargs, leaf_of(pipeline), resize=resize)
+            return record(twin, args, kwargs, leaf_of(pipeline), dims=dims, rows=rows)
     except WhaleError:
         raise
     except Exception as error:  # the model is the user's

@@ -14,21 +14,22 @@ from torch import Tensor, nn
 from whale_torch.comm.call import Batch
 from whale_torch.errors import LayoutError, PlanError
 from whale_torch.strategies.outputs import is_array, leaves_in
+from whale_torch.trace.sample_dims import BatchDim
 
 __all__ = ["BatchReader", "digest"]
-
-BatchDim = int | tuple[tuple[str, int | None], ...]
 
 
 class BatchReader:
     """Counts the samples in a model's arguments.
 
     batch_dim: a dim, read off the first tensor that has it; or (input name, dim or None) pairs, read off the inputs
-    named. A list of tensors under a name counts its items. Where no input has a tensor, every feed weighs the same.
+    named. A list of tensors under a name counts its items, one a sample; items: whether it does, else its tensors have
+    samples each. Where no input has a tensor, every feed weighs the same.
     Raises PlanError for a name that the model's forward does not take.
     """
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim):
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, *, items: bool = True):
+        self._items = items
         self._dim = batch_dim if isinstance(batch_dim, int) else 0
         self._named = (
             None if isinstance(batch_dim, int) else tuple((name, dim) for name, dim in batch_dim if dim is not None)
@@ -44,7 +45,7 @@ class BatchReader:
         unknown = [name for name in names if name not in parameters and not free]
         if unknown or not self._named:
             raise PlanError(
-                f"wh.replica(batch_dim={{...}}) names {unknown or names}, but " + (
+                f"batch_dim={{...}} names {unknown or names}, but " + (
                     f"{self._model_name}.forward takes {list(parameters)}." if unknown else "gives none of them a dim."
                 ),
                 fix='name the inputs that count samples: wh.replica(batch_dim={"x": 0})',
@@ -71,25 +72,25 @@ class BatchReader:
         for name, dim in self._named or ():
             place = self._places.get(name, len(args))
             value = kwargs.get(name, args[place] if place < len(args) else None)
-            size = _size(value, dim)
+            size = _size(value, dim, items=self._items)
             if size is not None:
                 found[name] = size
         if not found:
             raise LayoutError(
                 f"{self._model_name} was called without a tensor for any of {[name for name, _ in self._named or ()]}, "
                 "which count its samples.",
-                fix="pass one of them, or name another input in wh.replica(batch_dim={...})",
+                fix="pass one of them, or name another input in batch_dim={...}",
             )
         if len(set(found.values())) > 1:
             raise LayoutError(
                 f"the inputs that count samples disagree: {found}, along the dims {dict(self._named or ())}.",
-                fix="check wh.replica(batch_dim={...})",
+                fix="check batch_dim={...} of wh.replica or wh.pipeline",
             )
         return next(iter(found.values())), 0
 
 
-def _size(value: Any, dim: int | None) -> int | None:
-    if isinstance(value, list):
+def _size(value: Any, dim: int | None, *, items: bool) -> int | None:
+    if items and isinstance(value, list):
         return len(value)
     return next((t.shape[dim] for t in _tensors(value) if dim is not None and t.ndim > dim), None)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
 from whale_torch.trace.graph import Context, Graph, Made, Node, item, leaves_in, like_dict, memory, tensors_in
 from whale_torch.trace.randomness import foreign_random_kept, random_state_kept
+from whale_torch.trace.sample_dims import Dims
 from whale_torch.trace.settings import Watch
 from whale_torch.trace.twin import Twin
 
@@ -52,22 +53,21 @@ def record(
     kwargs: Mapping[str, Any],
     leaf: Leaf,
     *,
-    resize: tuple[int, int, int] | None = None,
-    which: Sequence[bool] | None = None,
+    dims: Dims | None = None,
+    rows: int = 0,
 ) -> Graph:
     """Runs the twin on inputs like these and returns what it did.
 
-    args, kwargs: as the model is called; their tensors, in order, are the graph's inputs. resize: (dim, size, other)
-    has every tensor that is `size` along `dim` seen as one of size `other`; which: those of the tensors, in order,
-    where not all that are so long.
+    args, kwargs: as the model is called; their tensors, in order, are the graph's inputs. dims: has tensors seen as
+    `rows` long along their dim of samples.
     The model's own hooks do not run: they do where the model itself is called.
     Raises TraceError, naming the user's line, for glue that reads values, changes an input, a buffer or an attribute,
     draws numbers that torch does not know of, gets a tensor past its arguments, or hides one in an object.
     """
     if torch.is_inference_mode_enabled():  # whose tensors do not tell that they were changed
         with torch.inference_mode(False), torch.no_grad():
-            return record(twin, args, kwargs, leaf, resize=resize, which=which)
-    args, kwargs = twin.inputs((args, dict(kwargs)), resize, which)
+            return record(twin, args, kwargs, leaf, dims=dims, rows=rows)
+    args, kwargs = twin.inputs((args, dict(kwargs)), dims, rows)
     recorder = _Recorder(twin.module, leaf)
     for number, x in enumerate(tensors_in((args, kwargs))):
         recorder.bind(x, recorder.add(Node("input", number)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whale_torch.trace.graph import leaves_in, map_leaves
+from whale_torch.trace.sample_dims import Dims
 from whale_torch.trace.settings import follow
 from whale_torch.trace.tweaks import tweak
 
@@ -75,17 +76,16 @@ class Twin:
             exchanged[id(x)] = nn.Parameter(new, requires_grad=False) if isinstance(x, nn.Parameter) else new
         held[key] = exchanged[id(x)]
 
-    def inputs(self, args: Any, resize: tuple[int, int, int] | None = None, which: Sequence[bool] | None = None) -> Any:
-        """The nest with each tensor as the recording sees it; resize, which: see `record`."""
-        dim, size, other = resize or (0, -1, -1)
-        flags = None if which is None else iter(which)
+    def inputs(self, args: Any, dims: Dims | None = None, rows: int = 0) -> Any:
+        """The nest with each tensor as the recording sees it; dims, rows: see `record`."""
+        own = None if dims is None else iter(dims)
 
         def like(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            has_rows = x.dim() > dim and x.shape[dim] == size
-            if has_rows if flags is None else next(flags) and resize is not None:
-                shape = (*x.shape[:dim], other, *x.shape[dim + 1 :])
+            dim = None if own is None else next(own)
+            if dim is not None:
+                shape = (*x.shape[:dim], rows, *x.shape[dim + 1 :])
                 with self.fake:
                     return torch.empty(shape, dtype=x.dtype, device=self.device)
             return self.fake.from_tensor(x.detach()).to(self.device)

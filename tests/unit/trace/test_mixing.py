@@ -58,7 +58,7 @@ class _Model(nn.Module):
 def _look(glue: Glue) -> None:
     twin = Twin.of(_Model(glue), torch.device("cpu"))
     first = record(twin, (torch.zeros(3, 4),), {}, lambda name, module: 0 if name else None)
-    other = record(twin, (torch.zeros(3, 4),), {}, lambda name, module: 0 if name else None, resize=(0, 3, 1009))
+    other = record(twin, (torch.zeros(3, 4),), {}, lambda name, module: 0 if name else None, dims=(0,), rows=1009)
     refuse_mixing(first.nodes, Sizes.of(first, other))
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from whale_torch.errors import LayoutError
-from whale_torch.strategies.outputs import is_array, leaves_in, map_tensors
-from whale_torch.trace.graph import tensors_in
+from whale_torch.strategies.outputs import is_array, leaves_in
+from whale_torch.trace.graph import map_leaves, tensors_in
+from whale_torch.trace.sample_dims import Dims
 
 __all__ = ["MicroBatches", "micro_batches"]
 
@@ -16,35 +17,36 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class MicroBatches:
-    """One call of the model, cut along `dim` of every tensor that has as many entries there as the batch.
+    """One call of the model, each tensor cut along its dim of samples.
 
-    rows: of each micro-batch. inputs: its tensors, in the order of a recording's. which: of these those that are cut.
+    rows: of each micro-batch. inputs: its tensors, in the order of a recording's.
     """
 
-    def __init__(self, call: Call, rows: list[int], dim: int):
+    def __init__(self, call: Call, rows: list[int], dims: Dims):
         self.rows = rows
-        self._call, self._dim, self._all = call, dim, sum(rows)
-        self.which = [self._has_rows(x) for x in tensors_in(call)]
-        columns = [self._cut(x) for x in tensors_in(call)]
+        self._call, self._dims = call, dims
+        columns = [self._cut(x, dim) for x, dim in zip(tensors_in(call), dims, strict=True)]
         self.inputs = [[column[number] for column in columns] for number in range(len(rows))]
 
     def call(self, rows: int) -> Call:
         """A call of the model like that of a micro-batch of so many rows."""
 
-        def first(x: Tensor) -> Tensor:
-            return x.narrow(self._dim, 0, rows) if self._has_rows(x) else x
+        dims = iter(self._dims)
 
-        found: Call = map_tensors(self._call, first)
+        def first(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            dim = next(dims)
+            return x if dim is None else x.narrow(dim, 0, rows)
+
+        found: Call = map_leaves(self._call, first)
         return found
 
-    def _has_rows(self, x: Tensor) -> bool:
-        return x.dim() > self._dim and x.shape[self._dim] == self._all
-
-    def _cut(self, x: Tensor) -> list[Tensor]:
-        return list(x.split(self.rows, self._dim)) if self._has_rows(x) else [x] * len(self.rows)
+    def _cut(self, x: Tensor, dim: int | None) -> list[Tensor]:
+        return [x] * len(self.rows) if dim is None else list(x.split(self.rows, dim))
 
 
-def micro_batches(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, number: int, dim: int) -> MicroBatches:
+def micro_batches(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, number: int, dims: Dims) -> MicroBatches:
     """At most `number` parts of nearly equal rows.
 
     Raises LayoutError for a batch without samples, for an input that wants a gradient, and for what cannot be cut: an
@@ -63,14 +65,12 @@ def micro_batches(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, numb
             "a pipeline was called with a batch of 0 samples.", fix="feed every pipeline one sample at least"
         )
     number = min(number, rows)
-    cut = MicroBatches((args, kwargs), [rows // number + (part < rows % number) for part in range(number)], dim)
-    if not any(cut.which):
+    if all(dim is None for dim in dims):
         raise LayoutError(
-            f"a pipeline was called without a tensor that has samples along dim {dim}: there is nothing to cut into "
-            "micro-batches.",
+            "a pipeline was called without a tensor that has samples: there is nothing to cut into micro-batches.",
             fix="pass the batch to the model, as a tensor with one row for each sample",
         )
-    return cut
+    return MicroBatches((args, kwargs), [rows // number + (part < rows % number) for part in range(number)], dims)
 
 
 def _check_reachable(value: Any) -> None:

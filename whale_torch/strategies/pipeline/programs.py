@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from whale_torch.trace.graph import Context, Graph, Node, nodes_in
 from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Combine, Count, rewrite
+from whale_torch.trace.sample_dims import Dims, SampleDims
 from whale_torch.trace.settings import Settings, frozen, hooks_of
 from whale_torch.trace.sizes import Sizes
 from whale_torch.trace.tracer import record
@@ -84,7 +86,7 @@ class Programs:
     def __init__(self, model: nn.Module, plan: Plan, device: torch.device):
         assert plan.pipeline is not None
         self._model, self._plan = model, plan.pipeline
-        self._batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
+        self._sample_dims = SampleDims(model, plan.batch_dim, where=plan.pipeline.site)
         self._leaf = leaf_of(plan.pipeline)
         self._twin = Twin.of(model, device)
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
@@ -98,11 +100,13 @@ class Programs:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, mode: Mode
     ) -> tuple[MicroBatches, list[Program]]:
         """A call's micro-batches, and the program of each."""
-        cut = micro_batches(args, kwargs, rows, self._plan.num_micro_batches, self._batch_dim)
-        kinds = {rows: self.of(*cut.call(rows), rows, mode, cut.which) for rows in dict.fromkeys(cut.rows)}
+        dims = self._sample_dims.of(args, kwargs, rows)
+        cut = micro_batches(args, kwargs, rows, self._plan.num_micro_batches, dims)
+        with _cut_from(rows, cut.rows[0], self._plan.site):
+            kinds = {rows: self.of(*cut.call(rows), rows, mode, dims) for rows in dict.fromkeys(cut.rows)}
         if len(cut.rows) > 1 and any(program.whole for program in kinds.values()):
-            cut = micro_batches(args, kwargs, rows, 1, self._batch_dim)
-            kinds = {rows: self.of(*cut.call(rows), rows, mode, cut.which)}
+            cut = micro_batches(args, kwargs, rows, 1, dims)
+            kinds = {rows: self.of(*cut.call(rows), rows, mode, dims)}
         return cut, [kinds[rows] for rows in cut.rows]
 
     def ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> tuple[StageProgram, ...]:
@@ -111,21 +115,19 @@ class Programs:
             _, programs = self.of_batch(args, kwargs, rows, "train" if self._model.training else "outputs")
         return programs[0].stages
 
-    def of(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, mode: Mode, which: Sequence[bool]
-    ) -> Program:
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, mode: Mode, dims: Dims) -> Program:
         """The program for calls like this one, of `rows` samples; "train" becomes "outputs" where there is no loss.
 
-        which: of the tensors, in order, those that have a row for each sample.
+        dims: along which the tensors have a row for each sample.
         """
-        key = mode, rows, tuple(which), self._key(args, kwargs)
+        key = mode, rows, dims, self._key(args, kwargs)
         found = self._known[key] = self._known.pop(key, [])  # the last one used comes last
         for settings, program in found:
             if settings.hold():
                 return program
         self._twin.follow(self._model)
         graph = record(self._twin, args, kwargs, self._leaf)
-        other = self._other(args, kwargs, rows, which)
+        other = self._other(args, kwargs, rows, dims)
         program = self._make(graph, other, mode, rows)
         opened = dict.fromkeys((*graph.opened, *other.opened))
         self._check_hooks(opened)
@@ -133,11 +135,11 @@ class Programs:
         self._forget()
         return program
 
-    def _other(self, args: Any, kwargs: Any, rows: int, which: Sequence[bool]) -> Graph:
+    def _other(self, args: Any, kwargs: Any, rows: int, dims: Dims) -> Graph:
         """A recording at another batch size."""
         other = next(p for p in _PRIMES if p != rows)
         try:
-            return record(self._twin, args, kwargs, self._leaf, resize=(self._batch_dim, rows, other), which=which)
+            return record(self._twin, args, kwargs, self._leaf, dims=dims, rows=other)
         except WhaleError:
             raise
         except Exception as error:  # the model is the user's
@@ -146,7 +148,7 @@ class Programs:
                 f"the forward runs on {rows} samples and fails on {other}: {type(error).__name__}: {reason}",
                 where=self._plan.site,
                 fix="a pipeline records it at two numbers of samples to see what mixes them: let it take any number, "
-                "or put what needs one into a module of a stage",
+                f"put what needs one into a module of a stage, or, {_NO_SAMPLES}",
             ) from error
 
     def _check_hooks(self, opened: Iterable[str]) -> None:
@@ -218,6 +220,25 @@ class Programs:
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         state = tuple(module.training for module in self._modules), tuple(kinds_of(self._parameters))
         return _form(args), _form(dict(kwargs)), Context.now(), hash(state)
+
+
+@contextlib.contextmanager
+def _cut_from(whole: int, rows: int, site: str) -> Iterator[None]:
+    """Raises TraceError for a forward that torch refuses on a part of a batch."""
+    try:
+        yield
+    except RuntimeError as error:
+        if rows == whole:
+            raise
+        reason = next(iter(str(error).strip().splitlines()), "no message")
+        raise TraceError(
+            f"the forward fails on a micro-batch of {rows} samples of {whole}: {reason}",
+            where=site,
+            fix=f"let it take any number of samples, or, {_NO_SAMPLES}",
+        ) from error
+
+
+_NO_SAMPLES = "where an input that has no samples is as long as the batch, say so: wh.pipeline(batch_dim={...})"
 
 
 def _form(x: Any) -> Any:

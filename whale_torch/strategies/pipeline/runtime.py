@@ -74,7 +74,6 @@ class PipelineRuntime(Runtime):
         self.pipeline = mesh.group("a pipeline", device.pipelines)
         self.wires = mesh.group("a pipeline", device.pipelines, channel="stages")
         self.replicas = mesh.group("replicas of a pipeline", device.copies)
-        self.batch_dim = plan.batch_dim if isinstance(plan.batch_dim, int) else 0
         self.programs = programs
         self.anchor = torch.zeros((), device=mesh.device, requires_grad=True)
         self.peak = 0
