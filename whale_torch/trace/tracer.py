@@ -7,24 +7,24 @@ class's patched __call__; control flow is resolved by running it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
-from whale_torch.trace.graph import Context, Graph, Made, Node, item, leaves_in, like_dict, memory, tensors_in
+from whale_torch.trace.graph import Graph, Node, leaves_in, memory, tensors_in
+from whale_torch.trace.patching import patched
 from whale_torch.trace.randomness import foreign_random_kept, random_state_kept
 from whale_torch.trace.sample_dims import Dims
 from whale_torch.trace.settings import Watch
 from whale_torch.trace.twin import Twin
+from whale_torch.trace.values import Values, hides_tensors
 
 __all__ = ["Leaf", "record"]
 
@@ -39,12 +39,6 @@ _LOST = frozenset(
     }
 )
 """What gives no value, or takes one from autograd's graph of the recording."""
-_OF_TORCH = frozenset(vars(nn.Module()))
-_DEEPEST = 3
-_PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 
 def record(
@@ -70,19 +64,19 @@ def record(
     args, kwargs = twin.inputs((args, dict(kwargs)), dims, rows)
     recorder = _Recorder(twin.module, leaf)
     for number, x in enumerate(tensors_in((args, kwargs))):
-        recorder.bind(x, recorder.add(Node("input", number)))
+        recorder.values.bind(x, recorder.values.add(Node("input", number)))
         recorder.keep_unchanged(x, "input", "")
     with (
         random_state_kept(),
         twin.fake,
         recorder.draws,
         recorder.watch.over(recorder.taken_apart()),
-        _patched(recorder),
+        patched(twin.module, recorder.call, recorder.apply),
         recorder,
     ):
         out = recorder.call(_forward, twin.module, args, kwargs)
-        graph = recorder.graph
-        graph.output, graph.value = recorder.nest(out), out
+        graph = recorder.values.graph
+        graph.output, graph.value = recorder.values.nest(out), out
     graph.reads, graph.opened = tuple(recorder.watch.reads), tuple(recorder.opened)
     return graph
 
@@ -115,23 +109,18 @@ class _Seen(TorchDispatchMode):
 class _Recorder(TorchFunctionMode):
     def __init__(self, root: nn.Module, leaf: Leaf):
         super().__init__()
-        self.graph = Graph(ambient=Context.now())
+        self.values = Values(root)
         self.draws = _Seen()
         self.root, self._leaf = root, leaf
         self._names = {id(module): name for name, module in root.named_modules()}
-        self._attributes = _tensors_of(root)
         self._unchanged: dict[int, tuple[str, Any]] = {}
-        for x, kind, name in self._attributes.values():
+        for x, kind, name in self.values.attributes.values():
             self.keep_unchanged(x, kind, name)
         self._parameters = {id(p): name for name, p in root.named_parameters()}
         self.watch = Watch(self._names, lambda: not self._depth)
         self.opened: dict[str, None] = {}  # names of modules that were taken apart
-        self._nodes: dict[int, Node] = {}
-        self._versions: dict[int, int] = {}
-        self._kept: list[Any] = []  # values whose ids are keys
         self._depth = 0  # inside a module that is called whole
         self._opened: set[int] = set()
-        self._stage: int | None = None  # inside an opened module of this stage
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def taken_apart(self) -> Iterator[nn.Module]:
@@ -143,102 +132,6 @@ class _Recorder(TorchFunctionMode):
     def keep_unchanged(self, x: Tensor, kind: str, name: Any) -> None:
         """Glue may not write into this tensor, nor into views of it."""
         self._unchanged.setdefault(memory(x), (kind, name))
-
-    # ---- values and their Nodes
-
-    def add(self, node: Node) -> Node:
-        """Appends a Node."""
-        node.where = node.where or call_site()
-        if node.stage is None:
-            node.stage = self._stage
-        context = Context.now()
-        if node.kind in ("call", "module") and context != self.graph.ambient:
-            node.context = context
-        self.graph.nodes.append(node)
-        return node
-
-    def bind(self, value: Any, node: Node) -> None:
-        """Says that a Node gave this value, and that parts of it are parts of the Node's."""
-        self._kept.append(value)
-        node.value = value
-        if isinstance(value, Tensor):
-            self._nodes[id(value)], self._versions[id(value)] = node, value._version
-        elif isinstance(value, (tuple, list)):
-            for number, part in enumerate(value):
-                self._bind_part(part, node, number)
-        elif isinstance(value, dict):
-            for key, part in value.items():
-                self._bind_part(part, node, key)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for part in dataclasses.fields(value):
-                self._bind_part(getattr(value, part.name), node, part.name, attribute=True)
-        elif not isinstance(value, _PLAIN):
-            self._nodes[id(value)] = node
-
-    def _bind_part(self, value: Any, node: Node, key: Any, *, attribute: bool = False) -> None:
-        if isinstance(value, Tensor) or not isinstance(value, _PLAIN):
-            part = item(node, key, value, attribute=attribute)
-            part.stage = node.stage
-            self.graph.nodes.append(part)
-            self.bind(value, part)
-
-    def nest(self, value: Any) -> Any:
-        """The nest with Nodes for tensors and for objects that Nodes gave."""
-        if isinstance(value, Tensor):
-            return self._node(value)
-        if isinstance(value, _PLAIN):
-            return value
-        if id(value) in self._nodes:
-            return self._nodes[id(value)]
-        if isinstance(value, slice):
-            return slice(self.nest(value.start), self.nest(value.stop), self.nest(value.step))
-        if isinstance(value, torch.Size):
-            return tuple(value)
-        if isinstance(value, (tuple, list)):
-            items = [self.nest(part) for part in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            parts = value.items() if isinstance(value, dict) else _fields(value).items()
-            return Made(type(value), {name: self.nest(part) for name, part in parts})
-        if isinstance(value, dict):
-            return like_dict(value, {key: self.nest(part) for key, part in value.items()})
-        if hides_tensors(value):
-            raise TraceError(
-                f"a {type(value).__name__} that holds tensors is handed from module to module.",
-                where=call_site(),
-                fix="hand on the tensors themselves, in tuples, lists, dicts or dataclasses (of a Hugging Face model: "
-                "use_cache=False)",
-            )
-        return value
-
-    def _node(self, x: Tensor) -> Node:
-        known = self._nodes.get(id(x))
-        if known is not None:
-            if x._version != self._versions[id(x)]:
-                raise TraceError(
-                    f"a tensor of shape {tuple(x.shape)} was changed in place, through a view or inside a stage, after "
-                    f"{known.name} gave it.",
-                    where=call_site(),
-                    fix="use the form that returns a new tensor",
-                )
-            return known
-        if id(x) in self._attributes:
-            _, kind, name = self._attributes[id(x)]
-            owner, *path = name if isinstance(name, tuple) else (name,)
-            node = Node(kind, owner, tuple(path))
-        elif isinstance(x, FakeTensor):
-            raise TraceError(
-                f"a tensor of shape {tuple(x.shape)} reached the code between stages past its arguments: by an "
-                "attribute, a closure or a cache.",
-                where=call_site(),
-                fix="hand it on as an argument or a result of the modules",
-            )
-        else:
-            node = Node("constant", x)
-        node.where = call_site()
-        self.graph.nodes.append(node)
-        self.bind(x, node)
-        return node
 
     # ---- functions of the glue
 
@@ -263,23 +156,24 @@ class _Recorder(TorchFunctionMode):
         self._refuse_changes(func, [x for _, x in changed])
         self._refuse_saved_hooks(_name_of(func))
         for _, x in changed:
-            if id(x) in self._versions:
-                self._versions[id(x)] = x._version  # its arguments are read as they are now
+            self.values.changed(x)  # its arguments are read as they are now
         changes = frozenset(memory(x) for _, x in changed)
-        node = Node("call", func, self.nest(tuple(args)), self.nest(dict(kwargs)), draws=draws, changes=changes)
+        node = Node(
+            "call", func, self.values.nest(tuple(args)), self.values.nest(dict(kwargs)), draws=draws, changes=changes
+        )
         if changed and not any(x is given_x for _, x in changed for given_x in given):
             node.writes = changed[0][0]
-            self.bind(changed[0][1], self.add(node))
+            self.values.bind(changed[0][1], self.values.add(node))
         else:
-            self.bind(out, self.add(node))
+            self.values.bind(out, self.values.add(node))
         return out
 
     def _attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         """A tensor that is a property of another one: .T, .mT, .data."""
         out = func(*args)
-        if isinstance(out, Tensor) and id(out) not in self._nodes and id(out) not in self._attributes:
+        if isinstance(out, Tensor) and not self.values.knows(out):
             name = func.__self__.__name__
-            self.bind(out, self.add(Node("call", getattr, (self._node(args[0]), name))))
+            self.values.bind(out, self.values.add(Node("call", getattr, (self.values.node(args[0]), name))))
         return out
 
     def _refuse_changes(self, func: Any, changed: list[Tensor]) -> None:
@@ -321,12 +215,12 @@ class _Recorder(TorchFunctionMode):
                 where=call_site(),
                 fix="put the checkpoint inside a stage's module",
             )
-        nest = self.nest(tuple(args))
+        nest = self.values.nest(tuple(args))
         self.draws.clear()
         with self._inside():
             out = original(*args)
         draws = self.draws.seen
-        self.bind(out, self.add(Node("call", original, nest, draws=draws)))
+        self.values.bind(out, self.values.add(Node("call", original, nest, draws=draws)))
         return out
 
     # ---- modules
@@ -341,7 +235,7 @@ class _Recorder(TorchFunctionMode):
             self._note_opened(name, module)
             return original(module, *args, **kwargs)
         self._refuse_saved_hooks(f"module '{name}'")
-        nest = self.nest(tuple(args)), self.nest(dict(kwargs))
+        nest = self.values.nest(tuple(args)), self.values.nest(dict(kwargs))
         before = [(x, x._version) for x in leaves_in((args, kwargs)) if _is_tensor(x)]
         buffers = [(key, x, x._version) for key, x in _buffers(module)]
         self.draws.clear()
@@ -361,13 +255,12 @@ class _Recorder(TorchFunctionMode):
         now = dict(_buffers(module))
         written = [key for key, x, version in buffers if now.get(key) is not x or x._version != version]
         prefix = f"{name}." if name else ""
-        self.graph.written.update(dict.fromkeys(f"{prefix}{key}" for key in written))
+        self.values.graph.written.update(dict.fromkeys(f"{prefix}{key}" for key in written))
         changed = [x for x, version in before if x._version != version]
         for x in changed:
-            if id(x) in self._versions:
-                self._versions[id(x)] = -1  # whoever reads it again would read what the module wrote
+            self.values.spoil(x)
         changes = frozenset(map(memory, changed))
-        self.bind(out, self.add(Node("module", name, *nest, draws=draws, stage=stage, changes=changes)))
+        self.values.bind(out, self.values.add(Node("module", name, *nest, draws=draws, stage=stage, changes=changes)))
         return out
 
     def _note_opened(self, name: str, module: nn.Module) -> None:
@@ -397,11 +290,12 @@ class _Recorder(TorchFunctionMode):
         """Runs a module that gives a loss once more, its members called whole, so that the loss itself is seen."""
         self._opened.add(id(module))
         self._note_opened(self._names[id(module)], module)
-        before, self._stage = self._stage, self._stage if stage is None else stage
+        before = self.values.stage
+        self.values.stage = before if stage is None else stage
         try:
             return original(module, *args, **kwargs)
         finally:
-            self._stage = before
+            self.values.stage = before
             self._opened.discard(id(module))
 
     @contextlib.contextmanager
@@ -424,68 +318,8 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any, what: str) -> Any:
         ) from error
 
 
-@contextlib.contextmanager
-def _patched(recorder: _Recorder) -> Iterator[None]:
-    """Calls of modules and of custom autograd.Functions go through the recorder."""
-    classes = {
-        cls
-        for module in recorder.root.modules()
-        for cls in type(module).__mro__
-        if "__call__" in vars(cls) and issubclass(cls, nn.Module)
-    }
-    calls = {cls: vars(cls)["__call__"] for cls in classes}
-    apply = vars(torch.autograd.Function)["apply"]
-
-    def through(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda module, *args, **kwargs: recorder.call(original, module, args, kwargs)
-
-    def apply_through(function: Any, *args: Any) -> Any:
-        return recorder.apply(function, apply.__get__(None, function), args)
-
-    try:
-        for cls, original in calls.items():
-            cls.__call__ = through(original)  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(apply_through)  # type: ignore[assignment, method-assign]
-        yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        for cls, original in calls.items():
-            cls.__call__ = original  # type: ignore[method-assign]
-
-
-def _tensors_of(root: nn.Module) -> dict[int, tuple[Tensor, Literal["parameter", "buffer"], Any]]:
-    """Tensors that belong to modules, by id: themselves, kind, and dotted name or (name, *where in the attribute)."""
-    found: dict[int, tuple[Tensor, Literal["parameter", "buffer"], Any]] = {}
-    for name, module in root.named_modules():
-        prefix = f"{name}." if name else ""
-        for key, value in vars(module).items():
-            if key in _OF_TORCH:
-                continue
-            for path, x in _inside_of(value, ()):
-                found.setdefault(id(x), (x, "buffer", (prefix + key, *path) if path else prefix + key))
-    found |= {id(x): (x, "buffer", name) for name, x in root.named_buffers()}
-    found |= {id(x): (x, "parameter", name) for name, x in root.named_parameters()}
-    return found
-
-
-def _inside_of(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """The tensors of a nest of lists, tuples and dicts, each with the keys that lead to it."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, (list, tuple)) and len(path) < _DEEPEST:
-        for number, part in enumerate(value):
-            yield from _inside_of(part, (*path, number))
-    elif isinstance(value, dict) and len(path) < _DEEPEST:
-        for key, part in value.items():
-            yield from _inside_of(part, (*path, key))
-
-
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return list(module.named_buffers(remove_duplicate=False))
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
 
 
 def _is_tensor(x: Any) -> bool:
@@ -498,23 +332,3 @@ def _is_loss(x: Tensor) -> bool:
 
 def _name_of(func: Any) -> str:
     return str(getattr(func, "__name__", func))
-
-
-def hides_tensors(value: Any, depth: int = 0) -> bool:
-    """Whether an object other than a nest has tensors among its attributes."""
-    if isinstance(value, (*_PLAIN, Tensor)) or depth > 5:
-        return False
-    if isinstance(value, (Set, deque, ValuesView)):
-        return any(isinstance(part, Tensor) or hides_tensors(part, depth + 1) for part in value)
-    if isinstance(value, (tuple, list)):
-        return any(hides_tensors(part, depth + 1) for part in value)
-    if isinstance(value, dict):
-        return any(hides_tensors(part, depth + 1) for part in value.values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return any(hides_tensors(part, depth + 1) for part in _fields(value).values())
-    if isinstance(value, nn.Module) or callable(value):
-        return False
-    own = getattr(value, "__dict__", {}).values()
-    return any(isinstance(x, FakeTensor) for part in own for x in leaves_in(part)) or any(
-        hides_tensors(part, depth + 1) for part in own
-    )
