@@ -60,6 +60,26 @@ def test_gradients_are_handed_over_and_not_copied(n: int) -> None:
     assert all(world(n, _handed_over))
 
 
+def _adafactor(rank: int, n: int) -> float:
+    """Reads whole parameters, which a stage has."""
+    both = _Both(rank)
+    optimizers = [torch.optim.Adafactor(model.parameters(), lr=0.1) for model in (both.model, both.alone)]
+    for _ in range(2):
+        mine, whole = both.batch()
+        both.model(**mine).backward()
+        both.alone(**whole).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = wh.full_state_dict(both.model)
+    return max((state[name] - value).abs().max().item() for name, value in both.alone.state_dict().items())
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_an_optimizer_that_reads_whole_parameters_steps_on_those_of_a_stage(n: int) -> None:
+    assert max(world(n, _adafactor)) < 1e-4
+
+
 def _accumulated(rank: int, n: int, how: str, **options: Any) -> float:
     both = _Both(rank, **options)
     for number in range(3):

@@ -112,6 +112,29 @@ def test_a_penalty_on_what_other_ranks_hold_says_so() -> None:
         world(2, _penalty)
 
 
+class _Listed(nn.Linear):
+    """Runs with its weight out of a list."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.kept = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.kept[0], self.bias)
+
+
+def _listed(rank: int, n: int) -> None:
+    model = Chain()
+    model.b = _Listed()
+    _parallel(model)
+    model(*_features()).backward()
+
+
+def test_a_parameter_out_of_a_list_is_noticed() -> None:
+    with pytest.raises(wh.LossError, match=r"'b\.weight' was used past its module's attribute"):
+        world(2, _listed)
+
+
 class _Kept(Chain):
     """A module of a stage keeps a tensor that the loop adds to the loss."""
 

@@ -45,6 +45,8 @@ _ELEMENT_WISE = {
         torch.optim.Adadelta, torch.optim.Rprop, torch.optim.ASGD,
     )
 }  # fmt: skip
+# each parameter's update depends on that parameter alone: they step on whole parameters, whatever other ranks hold
+_TENSOR_WISE = {_step_of(kind) for name in ("Adafactor", "Muon") if (kind := getattr(torch.optim, name, None))}
 # optimizer -> how many parameters it had when it was looked at, and whether some are cut
 _seen: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
 _hooked: WeakSet[Optimizer] = WeakSet()
@@ -90,8 +92,10 @@ def _look_at(optimizer: Optimizer) -> bool:
     cut = _cut_parameters(optimizer)
     if not cut:
         return False
-    if _step_of(type(optimizer)) not in _ELEMENT_WISE:
-        raise _reads_whole_tensors(type(optimizer), *cut[0])
+    step = _step_of(type(optimizer))
+    parts = [(p, place) for p, place in cut if place.shard is not None]
+    if step not in _ELEMENT_WISE and (parts or step not in _TENSOR_WISE):
+        raise _reads_whole_tensors(type(optimizer), *(parts or cut)[0])
     _take_parts(optimizer)
     if optimizer not in _hooked:
         optimizer.register_state_dict_post_hook(_give_parts)

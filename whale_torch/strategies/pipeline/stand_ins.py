@@ -17,6 +17,10 @@ from whale_torch.errors import LossError
 __all__ = ["StandIns"]
 
 
+Seen = tuple[int, int] | None
+"""A gradient's identity and version."""
+
+
 class StandIns:
     """The stand-ins of one rank's parameters.
 
@@ -53,20 +57,33 @@ class StandIns:
     def in_place(self) -> Iterator[None]:
         """The modules hold stand-ins, without gradients at first.
 
-        Raises LossError where one got a gradient since, from a loss made of what a module kept.
+        Raises LossError where one got a gradient since, from a loss made of what a module kept, and, at the end, where
+        a parameter itself got one.
         """
         for parameter in self.parameters:
             self._refresh(parameter)
         for member, name, parameter in self._places:
             _put(member, name, self.of(parameter))
+        seen = [_seen(p.grad) for p in self.parameters]
         try:
             yield
+            self._check_untouched(seen)
         except BaseException:
             self.forget()
             raise
         finally:
             for member, name, parameter in self._places:
                 _put(member, name, parameter)
+
+    def _check_untouched(self, seen: list[Seen]) -> None:
+        for parameter, before in zip(self.parameters, seen, strict=True):
+            if _seen(parameter.grad) != before:
+                place = place_of(parameter)
+                raise LossError(
+                    f"'{place.name if place else 'a parameter'}' was used past its module's attribute, from a list or "
+                    "a closure that keeps it, so its gradient was not averaged.",
+                    fix="read it where it is registered: self.weight, or an nn.ParameterList of its own",
+                )
 
     def _refresh(self, parameter: nn.Parameter) -> None:
         alias = self.of(parameter)
@@ -82,6 +99,10 @@ class StandIns:
             alias.requires_grad_(parameter.requires_grad)
         if alias.data_ptr() != parameter.data_ptr() or alias.dtype is not parameter.dtype:
             alias.data = parameter.data
+
+
+def _seen(grad: Tensor | None) -> Seen:
+    return None if grad is None else (id(grad), grad._version)
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
