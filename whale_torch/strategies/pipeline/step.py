@@ -162,13 +162,24 @@ class Step:
         if not program.draws:
             yield
             return
-        generator = torch.default_generator  # torch.manual_seed formats a stack trace for each device type
-        state = generator.get_state()
-        generator.manual_seed(zlib.crc32(f"{self._seed} {stage} {number}".encode()) << 16 | self._seed & 0xFFFF)
+        generators = _generators(self._anchor.device)
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(zlib.crc32(f"{self._seed} {stage} {number}".encode()) << 16 | self._seed & 0xFFFF)
         try:
             yield
         finally:
-            generator.set_state(state)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """torch's global ones of the CPU and of a device; torch.manual_seed formats a stack trace for each device type."""
+    if device.type == "cpu":
+        return [torch.default_generator]
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    return [torch.default_generator, module.default_generators[index]]
 
 
 def _check_forms(stage: int, nodes: Sequence[Any], tensors: Sequence[Any], *, grad: bool) -> None:
