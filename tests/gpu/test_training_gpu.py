@@ -67,3 +67,54 @@ def test_equals_one_process(ranks: int, dtype: torch.dtype, bar: float) -> None:
         pytest.skip(f"{ranks} GPUs needed, {torch.cuda.device_count()} here")
     outcomes: list[Any] = world(ranks, _train, dtype, timeout=120)
     assert max(_error(outcome) for outcome in outcomes) <= bar
+
+
+class Staged(nn.Module):
+    """Four layers with dropout between them, in two stages; the loss is inside."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(dropout)) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(x, y % 16)
+
+
+def _pipelined(rank: int, ranks: int, dropout: float, schedule: str) -> list[Tensor]:
+    model = Staged(dropout)
+    stages = {r"layers\.[01]": wh.stage(), r"layers\.[23]": wh.stage()}
+    wh.annotate(model, stages, inside=wh.pipeline(num_micro_batches=3, schedule=schedule))  # type: ignore[call-overload]
+    wh.parallelize(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(*(t.cuda() for t in _batch())).backward()
+        optimizer.step()
+    return [value.cpu() for value in wh.full_state_dict(model).values()]
+
+
+def _alone() -> list[Tensor]:
+    model = Staged(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(*_batch()).backward()
+        optimizer.step()
+    return [value.detach() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pipeline_equals_one_process(ranks: int, schedule: str) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} GPUs needed, {torch.cuda.device_count()} here")
+    (first, *_) = world(ranks, _pipelined, 0.0, schedule, timeout=120)
+    assert max(float((a - b).abs().max()) for a, b in zip(first, _alone(), strict=True)) < 1e-4
+
+
+def test_dropout_depends_on_no_schedule() -> None:
+    first, second = (world(1, _pipelined, 0.5, schedule, timeout=120)[0] for schedule in ("gpipe", "1f1b"))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
