@@ -150,7 +150,7 @@ def test_every_nesting_trains_as_one_process_does(name: str) -> None:
 
 @pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.matrix(keep=40)
+@pytest.mark.matrix(keep=22)
 def test_with_every_variation(form: str, variation: str) -> None:
     case = varied(form, variation)
     found = compare(case, trained("variation", case.world)[form, variation], 1)

@@ -41,7 +41,7 @@ WORLDS = (1, 2, 3, 4, 8)
 @pytest.mark.parametrize("n", WORLDS)
 @pytest.mark.parametrize("kind", ["even", "uneven", "empty"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.matrix(keep=9)
+@pytest.mark.matrix(keep=6)
 def test_ranks_equal_one_process(name: str, kind: str, n: int) -> None:
     rows, steps = rows_of(n, kind), 3
     expected = one_process(name, rows, steps)

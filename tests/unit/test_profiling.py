@@ -32,7 +32,7 @@ class Slow(nn.Module):
 def net() -> nn.Sequential:
     """Of six equal layers the first two take nearly all of the time."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Slow(0.1 if number < 2 else 0.0) for number in range(6)))
+    return nn.Sequential(*(Slow(0.05 if number < 2 else 0.0) for number in range(6)))
 
 
 def stages(model: nn.Module, **options: Any) -> tuple[tuple[str, ...], ...]:
@@ -73,7 +73,7 @@ def test_a_module_that_is_called_twice_takes_twice_as_long() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.once, self.twice = Slow(0.1), Slow(0.1)
+            self.once, self.twice = Slow(0.05), Slow(0.05)
 
         def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
             return self.twice(self.twice(self.once(x))) * scale
