@@ -228,7 +228,7 @@ def _cut_from(whole: int, rows: int, site: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if rows == whole:
+        if rows == whole or isinstance(error, WhaleError):
             raise
         reason = next(iter(str(error).strip().splitlines()), "no message")
         raise TraceError(
