@@ -248,7 +248,7 @@ def _mark(value: Any, place: ParameterPlace) -> Any:
 @torch.no_grad()
 def join(part: Tensor, place: ParameterPlace) -> Tensor:
     """The whole tensor from what the ranks of `place.parts`, or of the pipeline, hold: a collective over them."""
-    part = part.as_subclass(Tensor)
+    part = part.as_subclass(Tensor) if isinstance(part, _Placed) else part  # a sparse one has no storage
     whole = _of_parts(part, place)
     if place.pipeline is None:
         return whole
