@@ -150,7 +150,7 @@ def test_every_nesting_trains_as_one_process_does(name: str) -> None:
 
 @pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.matrix(keep=22)
+@pytest.mark.matrix(keep=12)
 def test_with_every_variation(form: str, variation: str) -> None:
     case = varied(form, variation)
     found = compare(case, trained("variation", case.world)[form, variation], 1)
@@ -168,7 +168,7 @@ def test_every_fault_is_tried() -> None:
     assert set(CAUGHT_BY) == set(MUTATIONS)
 
 
-@pytest.mark.matrix(keep=3)
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("first", range(0, 120, 20))
 @pytest.mark.parametrize("n", [2, 3, 4, 6, 8])
 def test_networks_drawn_by_chance(n: int, first: int) -> None:
