@@ -141,6 +141,7 @@ def trained(kind: str, n: int) -> dict[object, list[dict[str, object] | str]]:
     return {key: [found[i] for found in by_rank] for i, key in enumerate(cases)}
 
 
+@pytest.mark.matrix(keep=20)
 @pytest.mark.parametrize("name", NESTINGS)
 def test_every_nesting_trains_as_one_process_does(name: str) -> None:
     case = NESTINGS[name]
@@ -157,6 +158,7 @@ def test_with_every_variation(form: str, variation: str) -> None:
     assert all(error <= BAR for error in found.values()), (found, case)
 
 
+@pytest.mark.matrix(keep=10)
 @pytest.mark.parametrize(("mutation", "name"), FAULTS)
 def test_the_comparison_finds_faults(mutation: str, name: str) -> None:
     case = faulty(mutation, name)
