@@ -72,7 +72,7 @@ $(TORCH_STAMP): $(VENV_STAMP)
 	fi; \
 	echo "Into $(VENV), from $${index:+$$index and }the package index pip is set up with:"; \
 	echo "  $(TORCH)   200 MB as a CPU build (x86-64), about 3 GB as a CUDA build with its libraries"; \
-	echo "  numpy 17 MB, english-words 10 MB, rich and setuptools 4 MB"; \
+	echo "  numpy 17 MB, english-words 10 MB, rich, safetensors and setuptools 5 MB"; \
 	if [ "$(TORCH_INDEX)" = auto ] && [ -n "$$index" ]; then \
 	    $(PIP) install --retries 1 "$(TORCH)" --index-url "$$index" && touch $@ && exit; \
 	    echo "$$index cannot be reached or has no such build: taking the one of pip's index."; index=; \

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as safetensors
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,7 +85,6 @@ def live_bytes(p: Tensor) -> int:
 @pytest.mark.parametrize("how", ["reset", "init_fn", "recorded", "weights"])
 @pytest.mark.matrix(keep=1)
 def test_a_rank_never_has_more_than_its_stages_and_one_module(how: str, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     path = str(tmp_path / "wide.safetensors")
     if how == "weights":
         safetensors.save_file(_wide().state_dict(), path)
@@ -414,7 +414,6 @@ def _given(rank: int, n: int, path: str, samples: bool) -> None:
 @pytest.mark.parametrize(("n", "samples"), [(4, False), (4, True), (2, False)])
 @pytest.mark.matrix(keep=1)
 def test_weights_are_read_where_they_are_held(n: int, samples: bool, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     model = one_process(Shared, own_initialiser)
     torch.save(model.state_dict(), tmp_path / "w.pt")
     state = {key: value for key, value in model.state_dict().items() if key != "head.weight"}  # ties are written once

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as safetensors
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -40,8 +41,6 @@ def _pipeline(**options: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def _ways(model: Any, optimizer: Any, path: str) -> dict[str, Callable[[], Any]]:
     """Ways to write or read what is not here."""
-    import safetensors.torch as safetensors
-
     state = model.state_dict()
     parameters = list(model.parameters())
     last = model.d
@@ -108,7 +107,6 @@ def _said(rank: int, n: int, path: str) -> dict[str, str]:
 
 
 def test_what_another_rank_holds_is_not_taken_for_zeros(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors.torch")
     for rank, found in enumerate(world(4, _said, str(tmp_path / "x"))):
         for way, text in found.items():
             if "member" in way and rank == 3:
@@ -121,8 +119,6 @@ def test_what_another_rank_holds_is_not_taken_for_zeros(tmp_path: Path) -> None:
 
 
 def _saved_as_they_are(rank: int, n: int, path: str) -> str:
-    import safetensors.torch as safetensors
-
     model, _ = _pipeline()
     with pytest.raises((ValueError, wh.CheckpointError)) as caught:  # safetensors' own: "a non contiguous tensor"
         safetensors.save_file(dict(model.named_parameters()), f"{path}-{rank}")
@@ -132,7 +128,6 @@ def _saved_as_they_are(rank: int, n: int, path: str) -> str:
 @pytest.mark.parametrize("n", [2])
 @pytest.mark.matrix(keep=0)
 def test_safetensors_takes_no_parameters_of_other_ranks(n: int, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors.torch")
     assert all(world(n, _saved_as_they_are, str(tmp_path / "x")))
     assert not list(tmp_path.iterdir())
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
-from whale_torch.trace.graph import like_dict
+from whale_torch.trace.graph import map_leaves
 
 __all__ = ["Settings", "Watch", "follow", "frozen", "hooks_of"]
 
@@ -173,11 +173,4 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, (tuple, list)):
-        items = [_copied(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return like_dict(value, {key: _copied(item) for key, item in value.items()})
-    return value
+    return map_leaves(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)

@@ -187,15 +187,13 @@ class Programs:
         losses = dict(zip(scalars, rewritten.losses, strict=True))
         returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
         given = [losses[node].node if node in losses else node for node in returned]
-        sizes = Sizes.of(graph, other)
-        if self._plan.mixing is None:
-            # An accepted mean of micro-batches' losses accepts what they are made of.
-            kept = [given[i] for i, node in enumerate(returned) if how is None or node not in losses]
-            if kept:
-                refuse_mixing(rewritten.graph.needed(kept), sizes)
+        # An accepted mean of micro-batches' losses accepts what they are made of.
+        kept = [given[i] for i, node in enumerate(returned) if how is None or node not in losses]
+        if kept and self._plan.mixing is None:
+            refuse_mixing(rewritten.graph.needed(kept), Sizes.of(graph, other))
         dims: dict[int, int] = {}
         if mode == "outputs":
-            told = _dims_of(graph, sizes, [None if node in losses else node for node in returned], rows)
+            told = _dims_of(graph, other, [None if node in losses else node for node in returned], rows)
             if told is None:
                 return self._whole(graph)
             dims = told
@@ -254,11 +252,16 @@ def _form(x: Any) -> Any:
     return frozen(x)
 
 
-def _dims_of(graph: Graph, sizes: Sizes, returned: list[Node | None], rows: int) -> dict[int, int] | None:
+def _dims_of(graph: Graph, other: Graph, returned: list[Node | None], rows: int) -> dict[int, int] | None:
     """Along which dim each returned tensor has a row for each sample, by place; None where that cannot be said of one.
 
-    A tensor that none of the inputs' rows goes into has no such dim. returned: None for a number.
+    A tensor that none of the inputs' rows goes into has no such dim. other: a recording at another number of samples.
+    returned: None for a number.
     """
+    try:
+        sizes = Sizes.of(graph, other)
+    except LossError:  # it makes other calls there
+        return None
     found: dict[int, int] = {}
     for place, node in enumerate(returned):
         if node is None or not isinstance(node.value, Tensor):
