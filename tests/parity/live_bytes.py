@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["LiveBytes"]
+
+_SMALL = 1 << 12
 
 
 class LiveBytes(TorchDispatchMode):
@@ -25,14 +28,14 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if type(x) in (Tensor, nn.Parameter) and not x.is_meta:
-                self._note(x.untyped_storage(), mapped=func is torch.ops.aten.from_file.default)
+                self._note(x.untyped_storage())
         return out
 
-    def _note(self, storage: torch.UntypedStorage, *, mapped: bool) -> None:
+    def _note(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._seen:
             return
-        size = 0 if mapped else storage.nbytes()
+        size = 0 if _is_mapped(storage) else storage.nbytes()
         self._seen.add(key)
         self.now += size
         self.most = max(self.most, self.now)
@@ -41,3 +44,15 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+def _is_mapped(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage of some size is part of a file on disk: the kernel holds as much of it as it has room for."""
+    if storage.nbytes() < _SMALL:
+        return False
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *path = line.split()
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= storage.data_ptr() < last:
+            return inode != "0" and not path[0].startswith(("/dev/shm", "/memfd"))
+    return False
