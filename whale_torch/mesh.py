@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before any world is there: its functions would hold it by their defaults
 
 from whale_torch import gloo
 from whale_torch.cluster import Cluster
@@ -87,6 +89,12 @@ class _Private:
     user: weakref.ref[Group]
 
 
+def world_now() -> weakref.ref[dist.ProcessGroup] | None:
+    """The world's own group, equal as long as it is the same one; a strong reference would keep its threads alive."""
+    world = dist.group.WORLD
+    return None if world is None else weakref.ref(world)
+
+
 class _Pool:
     """Groups of the models of one process: they live as long as the world's own group.
 
@@ -95,7 +103,7 @@ class _Pool:
     """
 
     def __init__(self) -> None:
-        self.world: object = None
+        self.world: weakref.ref[dist.ProcessGroup] | None = None
         self.groups: dict[tuple[Any, ...], Group] = {}
         self.private: list[_Private] = []
         self.free: set[int] = set()
@@ -103,9 +111,9 @@ class _Pool:
         self.made: weakref.WeakSet[Group] = weakref.WeakSet()
 
     def of_this_world(self) -> _Pool:
-        if self.world is not dist.group.WORLD:
+        if self.world != (world := world_now()):
             self.clear()
-            self.world = dist.group.WORLD
+            self.world = world
         return self
 
     def clear(self) -> None:
@@ -241,18 +249,27 @@ def surroundings() -> Surroundings:
     return Surroundings(read("RANK"), read("WORLD_SIZE"), read("GROUP_RANK"), read("LOCAL_WORLD_SIZE"), cores)
 
 
-def _end() -> None:
+def _end(*, ours: bool) -> None:
     """Leaves the world at the end of the process, so that nothing is leaked or warned about.
 
-    After an error the other ranks may never come: then the process just ends.
+    ours: whether start made the world; one that the script made ends when the script says. After an error the other
+    ranks may never come: then the process just ends.
     """
-    if dist.is_initialized() and not failed():
-        _pool.clear()
+    if failed():
+        return
+    if ours and dist.is_initialized():
         dist.destroy_process_group()
+    if not dist.is_initialized():
         # the last reference joins gloo's threads; one that still runs when the interpreter goes aborts the process
+        _pool.clear()
         for group in list(_pool.made):
             group.process_group = None
         gloo.forget_devices()
+
+
+@functools.cache
+def _end_with_process(*, ours: bool) -> None:
+    atexit.register(_end, ours=ours)
 
 
 def start(device: torch.device | str | None = None, timeout: timedelta | None = None) -> Mesh:
@@ -265,7 +282,8 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
     timeout = timeout or DEFAULT_TIMEOUT
     world = dist.get_world_size() if dist.is_initialized() else _integer("WORLD_SIZE", 1)
     device = _device(device, world)
-    if not dist.is_initialized():
+    ours = not dist.is_initialized()
+    if ours:
         if world == 1:
             return Mesh(0, 1, device, Cluster.of(device=device.type), timeout)
         if "RANK" not in os.environ:
@@ -273,8 +291,8 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
                 f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py"
             )
         dist.init_process_group(_backend(device, "gloo"), timeout=timeout)
-        atexit.register(_end)
     rank = dist.get_rank()
+    _end_with_process(ours=ours)
     watch_exit(rank)
     return Mesh(rank, world, device, _cluster_of_world(world, device), timeout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections import Counter
 from numbers import Real
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from whale_torch.comm.collectives import all_reduce, gather_equal
 from whale_torch.comm.columns import user_site
 from whale_torch.errors import CommError, PlanError
-from whale_torch.mesh import Group, Mesh, start
+from whale_torch.mesh import Group, Mesh, start, world_now
 from whale_torch.strategies.runtime import runtime_of
 
 __all__ = ["note_replicas", "reduce"]
@@ -41,13 +42,12 @@ class _Replicas:
     """What the models of this process's world say of its ranks: the groups, and which ranks are fed alike."""
 
     def __init__(self) -> None:
-        self.world: object = None
+        self.world: weakref.ref[dist.ProcessGroup] | None = None
         self.ranks: _Ranks | None = None
         self.feeds: set[Feeds] = set()
 
     def of_this_world(self) -> _Replicas:
-        world = dist.group.WORLD if dist.is_initialized() else None
-        if self.world is not world:
+        if self.world != (world := world_now()):
             self.world, self.ranks, self.feeds = world, None, set()
         return self
 

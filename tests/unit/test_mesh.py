@@ -167,7 +167,13 @@ def test_groups_do_not_grow_with_layers_and_models_share_them() -> None:
 # ---- the end ----
 
 SCRIPT = """
-import os, sys, time, torch, torch.nn as nn, whale_torch as wh
+import atexit, os, sys, time
+def tell_threads():  # registered first, so it runs last
+    os.write(1, f"at the end: {len(os.listdir('/proc/self/task'))} threads\\n".encode())
+atexit.register(tell_threads)
+import torch, torch.distributed as dist, torch.nn as nn, whale_torch as wh
+if "own" in sys.argv:
+    dist.init_process_group("gloo")
 with wh.replica(reduce_dtype=torch.float16):
     model = nn.Linear(4, 4)
 wh.parallelize(model)
@@ -176,6 +182,8 @@ for _ in range(2):
 if "fail" in sys.argv and os.environ["RANK"] == "1":
     raise RuntimeError("rank 1 has had enough")
 os.write(1, f"done at {time.time()}\\n".encode())  # in one piece: two ranks share the pipe
+if "destroy" in sys.argv:
+    dist.destroy_process_group()
 """
 
 
@@ -199,12 +207,15 @@ def _torchrun(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProc
     return done, time.time()
 
 
-def test_processes_end_quickly_and_without_a_word(tmp_path: Path) -> None:
-    done, end = _torchrun(tmp_path)
+@pytest.mark.parametrize("how", ["", "destroy", pytest.param("own destroy", marks=pytest.mark.matrix(keep=0))])
+def test_processes_end_quickly_and_without_a_word(tmp_path: Path, how: str) -> None:
+    """A thread of gloo that still runs when the interpreter goes can abort the process."""
+    done, end = _torchrun(tmp_path, *how.split())
     assert done.returncode == 0, done.stderr
     assert "arning" not in done.stderr and "destroy_process_group" not in done.stderr, done.stderr
     stamps = [float(stamp) for stamp in re.findall(r"done at (\d+\.\d+)", done.stdout)]
     assert len(stamps) == 2 and end - max(stamps) < 20
+    assert done.stdout.count("at the end: 1 threads") == 2, done.stdout
 
 
 def test_an_error_on_one_rank_ends_the_run(tmp_path: Path) -> None:
