@@ -68,7 +68,7 @@ def _recorded(plan: Plan, pipeline: PipelinePlan, model: nn.Module, sample_input
     """A plan of a pipeline with the bytes of its messages, where those are not known yet: a saved one's."""
     if pipeline.recorded:
         return plan
-    recorded = record_step(model, pipeline, sample_inputs, plan.batch_dim)
+    recorded = record_step(model, pipeline, sample_inputs, plan.batch_dim, plan.taskgraphs)
     rows = count_rows(model, sample_inputs, plan.batch_dim)
     return price(replace(plan, pipeline=recorded, rows_per_rank=rows), model)
 

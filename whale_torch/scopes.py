@@ -154,8 +154,9 @@ def stage(target: object = None, /) -> object:
     """These modules are one stage of the pipeline around them; each entry of the scope is a stage of its own.
 
     Stages run in the order in which their scopes were entered (in `wh.annotate`: of the dict). Modules of a pipeline
-    that no stage holds run where their inputs are. A split inside a stage shares its rows. The ranks of a stage without
-    splits are replicas: a wh.replica inside it says how the gradients of its modules travel.
+    that no stage holds run where their inputs are. A split inside a stage shares its rows: its ranks get the same
+    micro-batch. A wh.replica inside says how the gradients of its modules travel, and where the pipeline has splits,
+    each rank runs these modules on a slice of the micro-batch: they have to treat samples one by one.
 
     Raises: AnnotationError for an illegal nesting.
     """
@@ -234,8 +235,8 @@ def pipeline(
 
     Raises: AnnotationError for a value outside these, and for an illegal nesting; PlanError for a table that is not
     complete or cannot run to its end; when planned, PlanError where ranks do not divide or a table says otherwise than
-    the scope, and for what no pipeline runs (own rows inside a stage, a replica there beside splits, a split beside the
-    stages, `sync_batch_norm=True`, `loss="sum"`); TraceError for a forward that cannot be recorded.
+    the scope, and for what no pipeline runs (own rows inside a stage, BatchNorm on slices, a split beside the stages,
+    `sync_batch_norm=True`, `loss="sum"`); TraceError for a forward that cannot be recorded.
     Reference: Whale (arXiv 2011.09208), `pipeline`; the schedules in planning/schedules.
     """
     given = {

@@ -509,17 +509,37 @@ def own_rows_inside_a_stage(rank: int, n: int) -> None:
 
 @mistake(
     P,
-    "A replica inside a stage, and a split",
+    "A replica inside a stage, of statistics over samples",
     wh.PlanError,
-    r"wh\.replica\(\) of '0' is inside a stage of a pipeline with wh\.split\(\), whose ranks share each micro-batch",
+    r"'0' is a BatchNorm1d in a wh\.replica inside a stage, beside a split",
     ranks=2,
     site=True,
 )
-def replica_beside_a_split(rank: int, n: int) -> None:
-    """The ranks of a split get the same micro-batch: what is not cut runs on all of it, on each of them."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+def statistics_of_slices(rank: int, n: int) -> None:
+    """The ranks of a split share each micro-batch, and a replica beside it runs on a slice of it."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
     stages = {"0": (wh.stage(), wh.replica()), "1": (wh.stage(), wh.split())}
     wh.parallelize(wh.annotate(model, stages, inside=wh.pipeline()))
+
+
+@mistake(
+    P,
+    "A replica inside a stage, of all positions at once",
+    wh.TraceError,
+    r"module '0' is in a wh\.replica inside a stage, .* it is given a tensor of shape \(3, 4\) that has not one row",
+    ranks=2,
+)
+def slices_of_positions(rank: int, n: int) -> None:
+    """A module on slices is cut along a dim of samples: samples and positions in one dim are not told apart."""
+
+    class Positions(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = super().forward(x.flatten(0, 1))
+            return out.view(x.shape)
+
+    stages = {"0": (wh.stage(), wh.replica()), "1": (wh.stage(), wh.split())}
+    model = wh.annotate(Positions(nn.Linear(4, 4), nn.Linear(4, 4)), stages, inside=wh.pipeline(num_ranks=1))
+    wh.parallelize(model, sample_inputs=torch.ones(4, 3, 4))
 
 
 @mistake(

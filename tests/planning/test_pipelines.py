@@ -466,17 +466,9 @@ UNRUN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: annotate(Chain(), stages(b=(wh.stage(), wh.split(rows="own")))),
         r"wh\.split\(rows='own'\) of 'b' is inside a stage, whose ranks all get the same micro-batch",
     ),
-    "a replica inside a stage beside a split": (
-        lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica()), c=(wh.stage(), wh.split()))),
-        r"wh\.replica\(\) of 'b' is inside a stage of a pipeline with wh\.split\(\), whose ranks share",
-    ),
-    "a split in a replica inside a stage": (
-        lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica(), wh.split()))),
-        r"wh\.replica\(\) of 'b' is inside a stage of a pipeline with wh\.split\(\), whose ranks share",
-    ),
     "a dim inside a stage": (
         lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica(batch_dim=1)))),
-        r"wh\.replica\(batch_dim=1\) of 'b' is inside a stage, where nothing is cut",
+        r"wh\.replica\(batch_dim=1\) of 'b' is inside a stage, where no batch is cut",
     ),
     "BatchNorm over the ranks of a stage": (
         lambda: annotate(Chain(), stages(b=(wh.stage(), wh.replica(sync_batch_norm=True)))),

@@ -6,8 +6,6 @@ import zlib
 
 import torch
 
-from whale_torch.comm.region import Region
-
 __all__ = ["LocalRandom", "stream_code"]
 
 
@@ -22,18 +20,18 @@ def stream_code(device: torch.device) -> int:
 class LocalRandom:
     """Between `begin` and `end`, torch's global generator of a device is seeded with this rank's place.
 
-    The seed is drawn from the global CPU stream, which the region's ranks share only where they are fed the same rows:
+    The seed is drawn from the global CPU stream, which ranks share only where they are fed the same rows:
     so equal streams give different masks, a recomputation replays them, and afterwards the streams are equal again
     however much each rank drew.
     """
 
-    def __init__(self, region: Region, device: torch.device):
-        self._region, self._device = region, device
+    def __init__(self, rank: int, device: torch.device):
+        self._rank, self._device = rank, device
         self._before: torch.Tensor | None = None
 
     def begin(self) -> None:
         """Leaves the shared stream."""
-        seed = int(torch.randint(1 << 62, (), device="cpu")) + self._region.columns.rank
+        seed = int(torch.randint(1 << 62, (), device="cpu")) + self._rank
         if self._device.type == "meta":  # nothing is drawn
             return
         if self._device.type == "cpu":

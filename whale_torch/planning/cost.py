@@ -235,6 +235,9 @@ def estimate(plan: Plan, *, losses_inside: bool = False, place: int | None = Non
             key = (what, f"{device.size} ranks")
             total[key] = total.get(key, 0.0) + sent
         before = cut
+    if place is not None and plan.pipeline is not None and plan.pipeline.sliced_bytes:
+        joined = sum(plan.pipeline.sliced_bytes[stage] for stage in plan.pipeline.stages_at(place))
+        total["slices", f"{plan.feed_size} ranks"] = joined * (plan.feed_size - 1) / plan.feed_size
     return [Traffic(what, where, sent) for (what, where), sent in total.items() if sent]
 
 

@@ -29,7 +29,7 @@ def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> Non
             fix="leave balance out, or say num_stages in place of the scopes",
         )
     for graph in graphs:
-        _check_inner_replica(graph, graphs, scope)
+        _check_inner_replica(graph, scope)
         for annotation in graph.annotations:
             _check_option(annotation, scope)
         _check_nesting(graph, scope)
@@ -54,25 +54,14 @@ def _check_option(annotation: Annotation, scope: Annotation) -> None:
         )
 
 
-def _check_inner_replica(graph: TaskGraph, graphs: Sequence[TaskGraph], scope: Annotation) -> None:
-    """The ranks of a stage are replicas already: a wh.replica inside has a say on how gradients travel."""
+def _check_inner_replica(graph: TaskGraph, scope: Annotation) -> None:
     inner = graph.inner_replica
-    if inner is None:
-        return
-    if inner.get("batch_dim") is not None:
+    if inner is not None and inner.get("batch_dim") is not None:
         raise PlanError(
-            f"{inner.call} of '{graph.modules[0]}' is inside a stage, where nothing is cut: the pipeline cuts the "
+            f"{inner.call} of '{graph.modules[0]}' is inside a stage, where no batch is cut: the pipeline cuts the "
             "batch of the whole model.",
             where=f"{inner.site}, inside {scope.site}",
             fix="wh.replica(batch_dim=1) around the pipeline says which dim that is",
-        )
-    split = next((a for other in graphs for a in other.annotations if a.kind == "split"), None)
-    if split is not None:
-        raise PlanError(
-            f"{inner.call} of '{graph.modules[0]}' is inside a stage of a pipeline with {split.call}, whose ranks "
-            "share each micro-batch: this version does not give each of them a slice of it.",
-            where=f"{inner.site} and {split.site}, inside {scope.site}",
-            fix="remove the replica: its modules then run whole on every rank of the split",
         )
 
 

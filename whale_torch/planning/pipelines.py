@@ -14,9 +14,10 @@ from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 from whale_torch.planning.schedules import Schedule, from_table, make
+from whale_torch.planning.slices import SlicedModules
 from whale_torch.planning.tables import check_table, num_stages_of, table_of
 from whale_torch.planning.taskgraph import TaskGraph
-from whale_torch.trace.tracer import Leaf
+from whale_torch.trace.tracer import Leaf, Opened
 
 __all__ = [
     "Links",
@@ -66,10 +67,11 @@ class PipelinePlan:
     the stages, "" where scopes say them.
 
     Predicted, no part of the decision: stage_parameters, stage_bytes: of each stage. moved, output_bytes: of a
-    training step on sample inputs; the second is what every rank gets of a model without a loss. stage_flops: of the
-    stages' modules in its forward. elsewhere: stages of parameters that a recording saw on others than their names say.
-    links: of this placement and of the other one. recorded: the `digest` of the stages that all but the first two are
-    of, "" where nothing was recorded.
+    training step on sample inputs; the second is what every rank gets of a model without a loss. sliced_bytes: of the
+    tensors that modules on slices are joined to, in each stage. stage_flops: of the stages' modules in its forward.
+    elsewhere: stages of parameters that a recording saw on others than their names say. links: of this placement and of
+    the other one. recorded: the `digest` of the stages that all but the first two are of, "" where nothing was
+    recorded.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -85,6 +87,7 @@ class PipelinePlan:
     stage_bytes: tuple[int, ...] = ()
     moved: tuple[Moved, ...] = ()
     output_bytes: int = 0
+    sliced_bytes: tuple[int, ...] = ()
     stage_flops: tuple[int, ...] = ()
     elsewhere: tuple[tuple[str, tuple[int, ...]], ...] = ()
     links: tuple[Links, ...] = ()
@@ -100,7 +103,9 @@ class PipelinePlan:
         """The same without what was recorded of other stages."""
         if self.recorded == self.digest:
             return self
-        return replace(self, moved=(), output_bytes=0, stage_flops=(), elsewhere=(), links=(), recorded="")
+        return replace(
+            self, moved=(), output_bytes=0, sliced_bytes=(), stage_flops=(), elsewhere=(), links=(), recorded=""
+        )
 
     @property
     def num_stages(self) -> int:
@@ -156,15 +161,18 @@ def _order(name: str, num_stages: int, num_micro_batches: int, num_ranks: int, t
     return from_table(table, name=name).first(num_micro_batches)
 
 
-def leaf_of(plan: PipelinePlan) -> Leaf:
-    """Which modules a recording keeps whole: those of a stage, and others with parameters that hold no stage."""
+def leaf_of(plan: PipelinePlan, sliced: SlicedModules) -> Leaf:
+    """Which modules a recording keeps whole: those of a stage, and others with parameters that hold no stage.
+
+    Of a stage's module that runs on slices in part, the members.
+    """
     roots = [name for names in plan.stages for name in names]
     around = {name[:end] for name in roots for end in _dots(name)} | {""}
 
-    def leaf(name: str, module: nn.Module) -> int | Literal["loose"] | None:
+    def leaf(name: str, module: nn.Module) -> int | Literal["loose"] | Opened | None:
         stage = plan.stage_of(name)
         if stage is not None:
-            return stage
+            return Opened(stage) if sliced.divide(name) else stage
         if name in around or next(module.parameters(), None) is None:
             return None
         return "loose"

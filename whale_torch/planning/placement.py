@@ -67,6 +67,11 @@ class VirtualDevice:
         return self._in_each_place(_neighbours(self.ranks_of_a_place, self.num_twins))
 
     @property
+    def fed_alike(self) -> Blocks:
+        """The ranks of a place that are fed the same rows."""
+        return self._in_each_place(_neighbours(self.ranks_of_a_place, self.feed_size))
+
+    @property
     def rows(self) -> Blocks:
         """Inside a block: one rank of each feed, at the same place."""
         return self._in_each_place(_places(self.ranks_of_a_place, self.size, self.num_twins))

@@ -29,7 +29,7 @@ _FORMAT = 2
 _PREDICTED = ("traffic", "rows_per_rank", "assumption", "parameter_bytes", "gradient_bytes")
 _PREDICTED_OF_PIPELINES = (
     *("stage_parameters", "stage_bytes", "stage_flops"),
-    *("moved", "output_bytes", "elsewhere", "links", "recorded"),
+    *("moved", "output_bytes", "sliced_bytes", "elsewhere", "links", "recorded"),
 )
 
 
@@ -286,6 +286,7 @@ def _pipeline_from_json(data: dict[str, Any] | None) -> PipelinePlan | None:
         "table": tuple(data.get("table", ())),
         "stage_parameters": tuple(data["stage_parameters"]),
         "stage_bytes": tuple(data["stage_bytes"]),
+        "sliced_bytes": tuple(data.get("sliced_bytes", ())),
         "stage_flops": tuple(data.get("stage_flops", ())),
         "moved": tuple(Moved(**moved) for moved in data["moved"]),
         "elsewhere": tuple((name, tuple(stages)) for name, stages in data["elsewhere"]),

@@ -24,6 +24,7 @@ from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.recording import record_step
 from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles, own_plans
+from whale_torch.planning.slices import SlicedModules
 from whale_torch.planning.tables import num_stages_of
 from whale_torch.planning.taskgraph import Grouping, TaskGraph, group_modules
 
@@ -85,7 +86,9 @@ def _plan_pipeline(
         asked = plan_pipeline(scope, [()] * (num_stages_of(scope) or 0), cluster)
         stages, chosen = balanced_stages(model, graphs, scope, cluster, asked, sample_inputs, seconds)
     pipeline = plan_pipeline(scope, stages, cluster, chosen=chosen)
-    return pipeline if sample_inputs is None else record_step(model, pipeline, sample_inputs, batch_dim_of(graphs))
+    if sample_inputs is None:
+        return pipeline
+    return record_step(model, pipeline, sample_inputs, batch_dim_of(graphs), graphs)
 
 
 def _build(
@@ -102,6 +105,7 @@ def _build(
     if pipeline is not None:
         check_ties(pipeline, model, shards)
         check_tied_options(model, graphs, grouping.graph_of)
+        SlicedModules(graphs).check(model.named_modules())
     parameters = dict(model.named_parameters())
     plan = Plan(
         cluster=cluster,

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from whale_torch.errors import PlanError, WhaleError
 from whale_torch.planning.flops import Measured, measure
 from whale_torch.planning.pipelines import Moved, PipelinePlan, leaf_of, topmost
+from whale_torch.planning.slices import SlicedModules
+from whale_torch.planning.taskgraph import TaskGraph
 from whale_torch.trace.cut import cut
-from whale_torch.trace.graph import Graph, Node, nodes_in
+from whale_torch.trace.graph import Graph, Node, nodes_in, tensors_in
 from whale_torch.trace.program import StageProgram
 from whale_torch.trace.sample_dims import BatchDim, Dims, SampleDims
-from whale_torch.trace.tracer import record
+from whale_torch.trace.sizes import other_number
+from whale_torch.trace.slices import mark_slices
+from whale_torch.trace.tracer import Leaf, record
 from whale_torch.trace.twin import Twin
 
 __all__ = ["arguments", "check_busy", "count_rows", "record_step"]
@@ -35,11 +39,13 @@ def count_rows(model: nn.Module, inputs: Any, batch_dim: BatchDim) -> int:
     return SampleDims(model, batch_dim).count(*arguments(inputs))
 
 
-def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, batch_dim: BatchDim) -> PipelinePlan:
+def record_step(
+    model: nn.Module, pipeline: PipelinePlan, inputs: Any, batch_dim: BatchDim, graphs: Sequence[TaskGraph]
+) -> PipelinePlan:
     """The pipeline with what a step on these inputs computes and moves, and which stages use a parameter.
 
-    batch_dim: where inputs have samples. The model is left alone. Raises TraceError for a forward that cannot
-    be recorded, PlanError for one that fails.
+    batch_dim: where inputs have samples. graphs: what runs how. The model is left alone. Raises TraceError for a
+    forward that cannot be recorded, PlanError for one that fails.
     """
     args, kwargs = arguments(inputs)
     sample_dims = SampleDims(model, batch_dim, where=pipeline.site)
@@ -50,15 +56,21 @@ def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, batch_dim
     twin.module.train()
     activations: Counter[tuple[int, int]] = Counter()
     gradients: Counter[tuple[int, int]] = Counter()
-    output_bytes = 0
+    output_bytes, sliced_bytes = 0, [0] * pipeline.num_stages
+    sliced = SlicedModules(graphs)
+    leaf = leaf_of(pipeline, sliced)
     programs: tuple[StageProgram, ...] = ()
     for size, times in sizes.items():
-        graph = _record(twin, args, kwargs, pipeline, dims, size)
+        graph = _record(twin, args, kwargs, leaf, dims, size, pipeline.site)
+        if sliced:
+            other = _record(twin, args, kwargs, leaf, dims, other_number(size), pipeline.site)
+            mark_slices(graph, other, sliced.__contains__, size)
         wanted, has_loss = _results(graph)
         programs = cut(graph, wanted, pipeline.num_stages)
         check_busy(pipeline, programs)
         output_bytes += 0 if has_loss else times * _bytes_of(wanted)
         for program in programs:
+            sliced_bytes[program.index] += times * sum(_joined_bytes(step.node) for step in program.steps)
             for source, nodes in program.receives.items():
                 activations[source, program.index] += times * _bytes_of(nodes)
                 gradients[source, program.index] += times * _bytes_of(n for n in nodes if n.value.requires_grad)
@@ -69,6 +81,7 @@ def record_step(model: nn.Module, pipeline: PipelinePlan, inputs: Any, batch_dim
         moved=tuple(moved),
         stage_flops=() if measured is None else tuple(_flops(names, measured) for names in pipeline.stages),
         output_bytes=output_bytes,
+        sliced_bytes=tuple(sliced_bytes) if any(sliced_bytes) else (),
         elsewhere=tuple(_elsewhere(model, pipeline, programs)),
         recorded=pipeline.digest,
     )
@@ -84,12 +97,12 @@ def _flops(names: Sequence[str], measured: Measured) -> int:
 
 
 def _record(
-    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], pipeline: PipelinePlan, dims: Dims, rows: int
+    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Leaf, dims: Dims, rows: int, site: str
 ) -> Graph:
     """A forward of a training step on one micro-batch."""
     try:
         with torch.enable_grad():
-            return record(twin, args, kwargs, leaf_of(pipeline), dims=dims, rows=rows)
+            return record(twin, args, kwargs, leaf, dims=dims, rows=rows)
     except WhaleError:
         raise
     except Exception as error:  # the model is the user's
@@ -97,7 +110,7 @@ def _record(
         raise PlanError(
             f"a pipeline is cut where a forward is recorded, which fails on these sample_inputs: "
             f"{type(error).__name__}: {reason}",
-            where=pipeline.site,
+            where=site,
             fix="give what the model can be called with: a tensor, a tuple of positional or a dict of named inputs",
         ) from error
 
@@ -127,6 +140,15 @@ def _results(graph: Graph) -> tuple[tuple[Node, ...], bool]:
     scalars = [node for node in returned if node.value.dim() == 0 and node.value.is_floating_point()]
     has_loss = any(node.value.requires_grad for node in scalars)
     return tuple(scalars if has_loss else returned), has_loss
+
+
+def _joined_bytes(node: Node) -> int:
+    """Of the whole tensors that the slices of a module are joined to: its outputs, and gradients of its inputs."""
+    if node.slices is None:
+        return 0
+    given = [part.value for part in node.inputs()]
+    tensors = [*tensors_in(node.value), *(x for x in tensors_in(given) if x.requires_grad)]
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _bytes_of(nodes: Iterable[Node]) -> int:

@@ -96,7 +96,7 @@ def _attend(
 ) -> Tensor:
     if probability == 0.0:
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
-    with LocalRandom(region, q.device):
+    with LocalRandom(region.columns.rank, q.device):
         return F.scaled_dot_product_attention(q, k, v, mask, probability, causal)
 
 

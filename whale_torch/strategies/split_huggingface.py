@@ -113,7 +113,7 @@ class SplitAttention(SplitModule):
         given = dict(zip(names, args, strict=False)) | kwargs
         inputs = _enter(self, given)
         call.left = None
-        call.random = LocalRandom(self._region, inputs["hidden_states"].device) if self.training else None
+        call.random = LocalRandom(self._region.columns.rank, inputs["hidden_states"].device) if self.training else None
         originals = [(member, key, member._parameters[key]) for member, key in self._whole]
         try:
             for member, key, parameter in originals:

@@ -8,10 +8,13 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from whale_torch.trace.slices import Slices
 
 __all__ = [
     "Context",
@@ -66,7 +69,8 @@ class Node:
     (dotted name). args, kwargs: nests with Nodes where values go in. value: what the recording saw, without memory.
     where: the user's file:line. stage: asked for by an annotation. draws: random numbers. context: other than the
     whole forward's. writes: number of the argument leaf that a call changes and that is the node's value. changes: the
-    `memory` of every argument that it changes in place. args of a buffer: where in the attribute it lies.
+    `memory` of every argument that it changes in place. slices: of a module that runs on a part of the samples, which
+    dims those are. args of a buffer: where in the attribute it lies.
     """
 
     kind: Kind
@@ -80,6 +84,7 @@ class Node:
     context: Context | None = None
     writes: int | None = None
     changes: frozenset[int] = frozenset()
+    slices: Slices | None = None
 
     @property
     def name(self) -> str:

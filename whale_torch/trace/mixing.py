@@ -25,6 +25,9 @@ for _owner in (torch, Tensor):
     _ALONG |= {_owner.roll: 2, _owner.cummax: 1, _owner.cummin: 1}
 _ALONG |= {F.normalize: 2, F.softmin: 1, F.gumbel_softmax: 4}
 
+_FRESH = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor)
+"""Of what goes in they read dtype and device only."""
+
 
 def refuse_mixing(nodes: Iterable[Node], sizes: Sizes) -> None:
     """Raises TraceError for an operation between stages in which samples meet: it loses the batch's dimension, has it
@@ -47,7 +50,7 @@ def _how(node: Node, sizes: Sizes) -> str:
     """How samples meet in a call; nothing where they do not."""
     if _works_along(node, sizes):
         return "it works along the batch's dimension"
-    if not isinstance(node.value, Tensor):
+    if not isinstance(node.value, Tensor) or node.target in _FRESH:
         return ""
     before, after = max((_count(source, sizes) for source in node.inputs()), default=0), _count(node, sizes)
     shape = tuple(node.value.shape)

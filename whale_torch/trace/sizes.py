@@ -10,7 +10,14 @@ import torch
 from whale_torch.errors import LossError
 from whale_torch.trace.graph import Graph, Node
 
-__all__ = ["Sizes", "called"]
+__all__ = ["Sizes", "called", "other_number"]
+
+_PRIMES = (1009, 1013)
+
+
+def other_number(rows: int) -> int:
+    """Samples of a second recording: a prime, whose multiples no shape has by chance."""
+    return next(prime for prime in _PRIMES if prime != rows)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,18 @@ from whale_torch.trace.settings import Watch
 from whale_torch.trace.twin import Twin
 from whale_torch.trace.values import Values, hides_tensors
 
-__all__ = ["Leaf", "record"]
+__all__ = ["Leaf", "Opened", "record"]
 
-Leaf = Callable[[str, nn.Module], "int | Literal['loose'] | None"]
-"""Of a module by name: the stage it belongs to, "loose" for one that runs whole wherever its inputs are, None to open
-it: what it does is glue."""
+
+class Opened(NamedTuple):
+    """A module of a stage whose own code is glue of that stage."""
+
+    stage: int
+
+
+Leaf = Callable[[str, nn.Module], "int | Literal['loose'] | Opened | None"]
+"""Of a module by name: the stage it belongs to, "loose" for one that runs whole wherever its inputs are, Opened or None
+to open it: what it does is glue."""
 
 _LOST = frozenset(
     {
@@ -126,7 +133,7 @@ class _Recorder(TorchFunctionMode):
     def taken_apart(self) -> Iterator[nn.Module]:
         """The modules whose own code is glue, as far as is known before."""
         for name, module in self.root.named_modules():
-            if self._leaf(name, module) is None or not name:
+            if not isinstance(self._leaf(name, module), (int, str)) or not name:
                 yield module
 
     def keep_unchanged(self, x: Tensor, kind: str, name: Any) -> None:
@@ -231,9 +238,10 @@ class _Recorder(TorchFunctionMode):
         if self._depth or name is None or id(module) in self._opened:
             return original(module, *args, **kwargs)
         kind = self._leaf(name, module)
-        if kind is None:
+        if kind is None or isinstance(kind, Opened):
             self._note_opened(name, module)
-            return original(module, *args, **kwargs)
+            with self._glue_of(None if kind is None else kind.stage):
+                return original(module, *args, **kwargs)
         self._refuse_saved_hooks(f"module '{name}'")
         nest = self.values.nest(tuple(args)), self.values.nest(dict(kwargs))
         before = [(x, x._version) for x in leaves_in((args, kwargs)) if _is_tensor(x)]
@@ -290,13 +298,21 @@ class _Recorder(TorchFunctionMode):
         """Runs a module that gives a loss once more, its members called whole, so that the loss itself is seen."""
         self._opened.add(id(module))
         self._note_opened(self._names[id(module)], module)
+        try:
+            with self._glue_of(stage):
+                return original(module, *args, **kwargs)
+        finally:
+            self._opened.discard(id(module))
+
+    @contextlib.contextmanager
+    def _glue_of(self, stage: int | None) -> Iterator[None]:
+        """What is recorded belongs to this stage."""
         before = self.values.stage
         self.values.stage = before if stage is None else stage
         try:
-            return original(module, *args, **kwargs)
+            yield
         finally:
             self.values.stage = before
-            self._opened.discard(id(module))
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:

@@ -42,6 +42,7 @@ APART: dict[str, Glue] = {
     "norm": lambda h: F.layer_norm(h, h.shape[1:]),
     "largest": lambda h: h - h.max(1, keepdim=True).values,
     "normalized": lambda h: F.normalize(h),
+    "fresh": lambda h: h * h.new_ones(4),
     "split": lambda h: h.split(1, dim=1)[0] * h.max(1).values[:, None],
 }
 

@@ -18,6 +18,7 @@ from whale_torch.comm.cut_tensor import kinds_of
 from whale_torch.errors import LossError, TraceError, WhaleError
 from whale_torch.planning.pipelines import leaf_of
 from whale_torch.planning.plan import Plan
+from whale_torch.planning.slices import SlicedModules
 from whale_torch.strategies.pipeline.batches import MicroBatches, micro_batches
 from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, numbers_that_grow, training_results
 from whale_torch.trace.cut import cut
@@ -27,7 +28,8 @@ from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Combine, Count, rewrite
 from whale_torch.trace.sample_dims import Dims, SampleDims
 from whale_torch.trace.settings import Settings, frozen, hooks_of
-from whale_torch.trace.sizes import Sizes
+from whale_torch.trace.sizes import Sizes, other_number
+from whale_torch.trace.slices import mark_slices
 from whale_torch.trace.tracer import record
 from whale_torch.trace.twin import Twin
 
@@ -35,7 +37,6 @@ __all__ = ["Mode", "Program", "Programs"]
 
 Mode = Literal["train", "outputs"]
 
-_PRIMES = (1009, 1013)
 _MOST = 64
 """Programs that are kept; those that were not used for longest go first."""
 
@@ -87,7 +88,8 @@ class Programs:
         assert plan.pipeline is not None
         self._model, self._plan = model, plan.pipeline
         self._sample_dims = SampleDims(model, plan.batch_dim, where=plan.pipeline.site)
-        self._leaf = leaf_of(plan.pipeline)
+        self._sliced = SlicedModules(plan.taskgraphs)
+        self._leaf = leaf_of(plan.pipeline, self._sliced)
         self._twin = Twin.of(model, device)
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
         self._named = dict(model.named_modules())
@@ -128,6 +130,7 @@ class Programs:
         self._twin.follow(self._model)
         graph = record(self._twin, args, kwargs, self._leaf)
         other = self._other(args, kwargs, rows, dims)
+        mark_slices(graph, other, self._sliced.__contains__, rows)
         program = self._make(graph, other, mode, rows)
         opened = dict.fromkeys((*graph.opened, *other.opened))
         self._check_hooks(opened)
@@ -137,7 +140,7 @@ class Programs:
 
     def _other(self, args: Any, kwargs: Any, rows: int, dims: Dims) -> Graph:
         """A recording at another batch size."""
-        other = next(p for p in _PRIMES if p != rows)
+        other = other_number(rows)
         try:
             return record(self._twin, args, kwargs, self._leaf, dims=dims, rows=other)
         except WhaleError:

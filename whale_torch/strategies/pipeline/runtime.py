@@ -22,12 +22,14 @@ from whale_torch.errors import CommError, LayoutError, PlanError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.recording import check_busy
+from whale_torch.planning.slices import SlicedModules
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.members import Members
 from whale_torch.strategies.pipeline.holders import Holders
 from whale_torch.strategies.pipeline.places import Places, StageReducer, averaging
 from whale_torch.strategies.pipeline.programs import Mode, Program, Programs
 from whale_torch.strategies.pipeline.run import Run
+from whale_torch.strategies.pipeline.sliced import OnSlices
 from whale_torch.strategies.pipeline.stand_ins import StandIns
 from whale_torch.strategies.pipeline.step import MicroBatch
 from whale_torch.strategies.runtime import CopiedRuntime, Runtime
@@ -74,6 +76,9 @@ class PipelineRuntime(Runtime):
         self.pipeline = mesh.group("a pipeline", device.pipelines)
         self.wires = mesh.group("a pipeline", device.pipelines, channel="stages")
         self.replicas = mesh.group("replicas of a pipeline", device.copies)
+        self._fed_alike: Group | None = None  # where modules run on slices
+        if SlicedModules(plan.taskgraphs):
+            self._fed_alike = mesh.group("ranks of a split", device.fed_alike, channel="slices")
         self.programs = programs
         self.anchor = torch.zeros((), device=mesh.device, requires_grad=True)
         self.peak = 0
@@ -148,7 +153,10 @@ class PipelineRuntime(Runtime):
     def find(self, node: Node) -> Any:
         """The live module, parameter or buffer that a Node names."""
         if node.kind == "module":
-            return self._modules[node.target] if node.target else self._whole_model
+            module = self._modules[node.target] if node.target else self._whole_model
+            if node.slices is None or self._fed_alike is None or self._fed_alike.size == 1:
+                return module
+            return OnSlices(module, node.slices, self._fed_alike, self.mesh.device, random=node.draws)
         owner, _, name = node.target.rpartition(".")
         found = getattr(self._modules[owner], name)
         for key in node.args:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from whale_torch.comm.columns import Columns
 from whale_torch.comm.messages import Form, Message, Messages
 from whale_torch.errors import LayoutError
 from whale_torch.strategies.pipeline.bridges import Enter
@@ -86,7 +87,7 @@ class Step:
         with self._stream(program, stage, number), torch.set_grad_enabled(self.grad):
             values, results = program.run(batch.inputs, batch.counts, received, self._find)
         for goal, nodes in program.sends.items():
-            tensors = [values[node] for node in nodes]
+            tensors = [_rows_of(values[node]) for node in nodes]
             _check_forms(stage, nodes, tensors, grad=self.grad)
             message = Message("activation", stage, goal, number)
             self.messages.send(message, [x.detach() for x in tensors])
@@ -94,6 +95,7 @@ class Step:
                 flows = [x for node, x in zip(nodes, tensors, strict=True) if node.value.requires_grad]
                 alive.edges[goal] = [get_gradient_edge(x) if x.requires_grad else None for x in flows]
         if stage == len(batch.programs) - 1:
+            results = tuple(map(_rows_of, results))
             _check_forms(stage, program.results, results, grad=self.grad)
             if self.grad:
                 found = (results[place] for place in self._roots)
@@ -171,6 +173,11 @@ class Step:
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
+
+
+def _rows_of(x: Any) -> Any:
+    """What leaves a stage, without the columns of a split."""
+    return x.implicit_rows("what a stage gives") if isinstance(x, Columns) else x
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
