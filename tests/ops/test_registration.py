@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from whale_torch import ops
 from whale_torch.ops import library, schemas
@@ -14,6 +15,28 @@ from whale_torch.ops import library, schemas
 N, K, D = 6, 11, 4
 TARGET = torch.tensor([0, 10, -100, 3, 4, 5])
 COEF = torch.linspace(0, 1, N)
+
+
+def moe_arguments() -> dict[str, list[tuple[Any, ...]]]:
+    logits, x, y, weights = torch.randn(N, K), torch.randn(N, D), torch.randn(2 * N, D), torch.rand(N, 2)
+    scores, experts, probs = ops.moe_route(logits, 2)
+    positions, _, _ = ops.moe_positions(experts, K, capacity=torch.ones(K, dtype=torch.int64))
+    out, rows, lengths = torch.zeros(N, D), torch.zeros(2 * N, D), torch.tensor([[1, 2], [0, 3]])
+    return {
+        "moe_route": [(logits, 2, False, None, 1), (logits[:, :10].bfloat16(), 2, True, torch.rand(10), 2)],
+        "moe_route_backward": [
+            (probs, experts, scores, None, False, 1, torch.float32),
+            (probs[:, :10].contiguous(), experts.clamp(max=9), None, probs[:, :10], True, 2, torch.bfloat16),
+        ],
+        "moe_positions": [
+            (experts, K, None, None, True, None),
+            (experts, K, torch.ones(K, dtype=torch.int64), 2, False, torch.randperm(N)),
+        ],
+        "moe_permute": [(x, positions, rows), (x, positions, rows.bfloat16())],
+        "moe_combine": [(y, positions, weights, out), (y.bfloat16(), positions, None, out)],
+        "moe_combine_backward": [(x, y, positions, weights, rows)],
+        "moe_chunk_sort": [(x, lengths, False, out), (x, lengths, True, out)],
+    }
 
 
 def example_arguments() -> dict[str, list[tuple[Any, ...]]]:
@@ -28,6 +51,7 @@ def example_arguments() -> dict[str, list[tuple[Any, ...]]]:
         "softmax_stats": [(logits, TARGET, 0, None, False), (logits.bfloat16(), TARGET, 2, weight, True)],
         "softmax_grad": [(logits, *grad, None, None), (logits.t().contiguous().t(), *grad, COEF, weight)],
         "softmax_grad_": [(logits.clone(), *grad, None, None), (logits.bfloat16(), *grad, COEF, weight)],
+        **moe_arguments(),
         "linear_softmax_stats": [(*linear, TARGET, 0, None, False, 4), (*linear[:2], None, TARGET, 0, weight, True, 4)],
         "linear_softmax_grad": [(*linear, *grad, None, None, 4), (*linear[:2], None, *grad, COEF, weight, 4)],
     }
@@ -67,6 +91,24 @@ def _compiled_programs() -> list[Callable[[], Any]]:
         lambda: ops.linear_softmax_stats(x, matrix, weight, TARGET, 0, weight, True, 4) + 1,
         lambda: ops.linear_softmax_grad(x, matrix, weight, COEF, TARGET, 0, COEF, COEF, COEF, weight, 4),
     ]
+
+
+def _moe_program(x: Tensor, router: Tensor, experts: Tensor) -> Tensor:
+    """A whole layer: route, positions, permute, an exchange of chunks and back, experts, combine."""
+    scores, chosen, probs = ops.moe_route(x @ router, 2, bias=torch.linspace(0, 0.1, K))
+    positions, _, _ = ops.moe_positions(chosen, K, slots=2 * N, order=torch.arange(N).flip(0))
+    rows = ops.moe_permute(x, positions, 2 * N * K)
+    lengths = torch.tensor([[N, N], [0, N]])
+    rows = ops.moe_chunk_sort(ops.moe_chunk_sort(rows, lengths) * 2, lengths, inverse=True)
+    y = torch.bmm(rows.view(K, 2 * N, D), experts).view(-1, D)
+    return ops.moe_combine(y, positions, scores).sum() + (probs**2).sum()
+
+
+def test_a_layer_of_experts_compiles_with_its_gradient() -> None:
+    inputs = tuple(torch.randn(shape, requires_grad=True) for shape in ((N, D), (D, K), (K, D, D)))
+    expected = torch.autograd.grad(_moe_program(*inputs), inputs)
+    compiled = torch.compile(_moe_program, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), expected)
 
 
 @pytest.mark.parametrize("index", range(8))

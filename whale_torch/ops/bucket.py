@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from whale_torch.errors import LayoutError
-from whale_torch.ops.library import op
+from whale_torch.ops.library import op, run, written
 from whale_torch.ops.precision import FLOATS
 
 __all__ = ["bucket_amax", "bucket_pack", "bucket_unpack"]
@@ -44,32 +41,14 @@ def _check_bucket(flat: Tensor, offsets: list[int], tensors: list[Tensor]) -> No
             )
 
 
-def _run(kernel: Callable[..., Any], check: Callable[[], None], *arguments: Any) -> Any:
-    """What a kernel gives; where it refuses, `check` says why first: it costs too much to be asked every time."""
-    with torch.no_grad():
-        if torch.compiler.is_compiling():
-            return kernel(*arguments)
-        try:
-            return kernel(*arguments)
-        except (RuntimeError, ValueError):
-            check()
-            raise
-
-
-def _written(tensors: Tensor | list[Tensor]) -> None:
-    """Lets autograd refuse what it saved of them before."""
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(tensors)
-
-
 def bucket_pack(tensors: list[Tensor], offsets: list[int], flat: Tensor, scale: float = 1.0) -> None:
     """Writes tensors, cast and scaled, into a bucket: flat[offsets[i] : offsets[i] + numel] = cast(tensors[i] * scale).
 
     Shapes: tensors of any shape and strides, in logical (row-major) order; flat 1-D. Each any of the four float dtypes.
     Raises: LayoutError if a tensor does not fit where its offset says.
     """
-    _run(_PACK, lambda: _check_bucket(flat, offsets, tensors), tensors, offsets, flat, scale)
-    _written(flat)
+    run(_PACK, lambda: _check_bucket(flat, offsets, tensors), tensors, offsets, flat, scale)
+    written(flat)
 
 
 def bucket_unpack(flat: Tensor, offsets: list[int], tensors: list[Tensor], scale: float = 1.0) -> Tensor:
@@ -78,8 +57,8 @@ def bucket_unpack(flat: Tensor, offsets: list[int], tensors: list[Tensor], scale
     Shapes: as `bucket_pack`. The values looked at are those read, before cast and scale.
     Raises: LayoutError if a tensor does not fit where its offset says.
     """
-    found: Tensor = _run(_UNPACK, lambda: _check_bucket(flat, offsets, tensors), flat, offsets, tensors, scale)
-    _written(tensors)
+    found: Tensor = run(_UNPACK, lambda: _check_bucket(flat, offsets, tensors), flat, offsets, tensors, scale)
+    written(tensors)
     return found
 
 
@@ -90,5 +69,5 @@ def bucket_amax(tensors: list[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float32)
-    largest: Tensor = _run(_AMAX, lambda: _check_floats(tensors), tensors)
+    largest: Tensor = run(_AMAX, lambda: _check_floats(tensors), tensors)
     return largest

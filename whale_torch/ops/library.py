@@ -14,10 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale_torch.ops import linear, reference
+from whale_torch.ops import linear, moe_reference, reference
 from whale_torch.ops.schemas import COMPILED_OPS, LIBRARY, OPS
 
-__all__ = ["CompiledLibrary", "backend", "compiled", "isa", "load", "op", "use_isa"]
+__all__ = [
+    "CompiledLibrary",
+    "backend",
+    "compiled",
+    "differentiated_again",
+    "isa",
+    "load",
+    "op",
+    "run",
+    "use_isa",
+    "written",
+]
 
 _LOG = logging.getLogger("whale_torch")
 
@@ -88,6 +99,29 @@ def op(name: str) -> torch._ops.OpOverload:
     return overload
 
 
+def run(kernel: Callable[..., Any], check: Callable[[], None], *arguments: Any) -> Any:
+    """What a kernel gives; where it refuses, `check` says why first: it costs too much to be asked every time."""
+    with torch.no_grad():
+        if torch.compiler.is_compiling():
+            return kernel(*arguments)
+        try:
+            return kernel(*arguments)
+        except (RuntimeError, ValueError, IndexError):
+            check()
+            raise
+
+
+def differentiated_again() -> bool:
+    """In a backward: whether its own graph is wanted (create_graph=True), which torch.compile never asks for."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def written(tensors: Tensor | list[Tensor]) -> None:
+    """Lets autograd refuse what it saved of them before."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
+
+
 def _native() -> ctypes.CDLL:
     native = ctypes.CDLL(str(compiled()["cpu"].path))
     native.whale_cpu_isa.restype = ctypes.c_char_p
@@ -125,6 +159,12 @@ def backend() -> dict[str, dict[str, str]]:
     return {name: {device: _answer(name, device) for device in devices} for name in OPS}
 
 
+def _default_kernel(name: str) -> Callable[..., Any]:
+    home = moe_reference if name.startswith("moe_") else reference if name in COMPILED_OPS else linear
+    kernel: Callable[..., Any] = getattr(home, name)
+    return kernel
+
+
 for _name in OPS:
-    _register_default(_name, getattr(linear if _name not in COMPILED_OPS else reference, _name))
+    _register_default(_name, _default_kernel(_name))
 compiled()

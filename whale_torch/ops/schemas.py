@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
@@ -24,6 +25,22 @@ _SCHEMAS = {
     "softmax_stats": "(Tensor logits, Tensor target, int first_class, Tensor? class_weight, bool smoothing) -> Tensor",
     "softmax_grad": f"(Tensor logits, Tensor lse, Tensor target, int first_class, {_LOSS_COEFS}) -> Tensor",
     "softmax_grad_": f"(Tensor(a!) logits, Tensor lse, Tensor target, int first_class, {_LOSS_COEFS}) -> ()",
+    "moe_route": (
+        "(Tensor logits, int k, bool sigmoid, Tensor? bias, int groups) "
+        "-> (Tensor scores, Tensor experts, Tensor probs)"
+    ),
+    "moe_route_backward": (
+        "(Tensor probs, Tensor experts, Tensor? dscores, Tensor? dprobs, bool sigmoid, int groups, ScalarType dtype) "
+        "-> Tensor"
+    ),
+    "moe_positions": (
+        "(Tensor experts, int num_experts, Tensor? capacity, int? slots, bool slot_major, Tensor? order) "
+        "-> (Tensor positions, Tensor counts, Tensor kept)"
+    ),
+    "moe_permute": "(Tensor x, Tensor positions, Tensor(a!) out) -> ()",
+    "moe_combine": "(Tensor y, Tensor positions, Tensor? weights, Tensor(a!) out) -> ()",
+    "moe_combine_backward": "(Tensor dy, Tensor y, Tensor positions, Tensor weights, Tensor(a!) drows) -> Tensor",
+    "moe_chunk_sort": "(Tensor x, Tensor lengths, bool inverse, Tensor(a!) out) -> ()",
     "linear_softmax_stats": (
         "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int first_class, Tensor? class_weight, "
         "bool smoothing, int chunk) -> Tensor"
@@ -68,6 +85,50 @@ def _fake_softmax_grad_(logits: Tensor, *arguments: object) -> None:
     return None
 
 
+def _fake_moe_route(
+    logits: Tensor, k: int, sigmoid: bool, bias: Tensor | None, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape, dtype = (logits.shape[0], k), statistics_dtype(logits.dtype)
+    return (
+        logits.new_empty(shape, dtype=dtype),
+        logits.new_empty(shape, dtype=torch.int32),
+        logits.new_empty(logits.shape, dtype=dtype),
+    )
+
+
+def _fake_moe_route_backward(
+    probs: Tensor,
+    experts: Tensor,
+    dscores: Tensor | None,
+    dprobs: Tensor | None,
+    sigmoid: bool,
+    groups: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return probs.new_empty(probs.shape, dtype=dtype)
+
+
+def _fake_moe_positions(experts: Tensor, num_experts: int, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+    counts, kept = (experts.new_empty((num_experts,), dtype=torch.int64) for _ in range(2))
+    return experts.new_empty(experts.shape), counts, kept
+
+
+def _fake_moe_permute(x: Tensor, positions: Tensor, out: Tensor) -> None:
+    return None
+
+
+def _fake_moe_combine(y: Tensor, positions: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    return None
+
+
+def _fake_moe_combine_backward(dy: Tensor, y: Tensor, positions: Tensor, weights: Tensor, drows: Tensor) -> Tensor:
+    return weights.new_empty(positions.shape)
+
+
+def _fake_moe_chunk_sort(x: Tensor, lengths: Tensor, inverse: bool, out: Tensor) -> None:
+    return None
+
+
 def _fake_linear_softmax_stats(x: Tensor, *arguments: object) -> Tensor:
     return x.new_empty((4, x.shape[0]), dtype=statistics_dtype(x.dtype))
 
@@ -86,6 +147,13 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "softmax_stats": _fake_softmax_stats,
     "softmax_grad": _fake_softmax_grad,
     "softmax_grad_": _fake_softmax_grad_,
+    "moe_route": _fake_moe_route,
+    "moe_route_backward": _fake_moe_route_backward,
+    "moe_positions": _fake_moe_positions,
+    "moe_permute": _fake_moe_permute,
+    "moe_combine": _fake_moe_combine,
+    "moe_combine_backward": _fake_moe_combine_backward,
+    "moe_chunk_sort": _fake_moe_chunk_sort,
     "linear_softmax_stats": _fake_linear_softmax_stats,
     "linear_softmax_grad": _fake_linear_softmax_grad,
 }
