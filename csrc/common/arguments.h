@@ -63,6 +63,23 @@ inline std::optional<Tensor> vector_argument(const std::optional<Tensor>& tensor
   return vector_argument(*tensor, length, type, logits, op, name);
 }
 
+// A matrix of given sizes (-1 is any), contiguous and of the dtype that the kernel reads.
+inline Tensor matrix_argument(const Tensor& tensor, int64_t num_rows, int64_t num_columns, ScalarType type,
+                              const Tensor& as, const char* op, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == 2 && (num_rows < 0 || tensor.size(0) == num_rows) &&
+                      (num_columns < 0 || tensor.size(1) == num_columns),
+                  op, ": ", name, " is not a matrix of ", num_rows, " x ", num_columns);
+  check_device(tensor, as, op);
+  Tensor typed = tensor.scalar_type() == type ? tensor : torch::stable::to(tensor, type);
+  return typed.is_contiguous() ? typed : torch::stable::contiguous(typed);
+}
+
+inline std::optional<Tensor> matrix_argument(const std::optional<Tensor>& tensor, int64_t num_rows, int64_t num_columns,
+                                             ScalarType type, const Tensor& as, const char* op, const char* name) {
+  if (!tensor.has_value()) return std::nullopt;
+  return matrix_argument(*tensor, num_rows, num_columns, type, as, op, name);
+}
+
 inline const void* pointer_or_null(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }
@@ -73,6 +90,38 @@ inline bool rows_are_dense(const Tensor& logits) { return logits.size(1) <= 1 ||
 inline void check_logits(const Tensor& logits, const Tensor& target, const char* op) {
   STD_TORCH_CHECK(logits.dim() == 2, op, ": logits have ", logits.dim(), " dims, not 2");
   STD_TORCH_CHECK(target.scalar_type() == ScalarType::Long, op, ": target is not int64");
+}
+
+inline void check_route(const Tensor& logits, int64_t k, int64_t groups, const char* op) {
+  STD_TORCH_CHECK(logits.dim() == 2, op, ": logits or probs have ", logits.dim(), " dims, not 2");
+  const int64_t num_experts = logits.size(1);
+  STD_TORCH_CHECK(groups >= 1 && k >= 1 && k <= num_experts && num_experts % groups == 0 && k % groups == 0, op, ": ", k,
+                  " of ", num_experts, " experts in ", groups, " groups");
+}
+
+inline void check_experts(const Tensor& experts, int64_t num_experts, std::optional<int64_t> slots, const char* op) {
+  STD_TORCH_CHECK(experts.dim() == 2 && experts.scalar_type() == ScalarType::Int, op, ": experts are no int32 matrix");
+  STD_TORCH_CHECK(num_experts >= 1 && slots.value_or(0) >= 0, op, ": ", num_experts, " experts");
+  STD_TORCH_CHECK(experts.numel() <= INT32_MAX && slots.value_or(0) <= INT32_MAX / num_experts, op,
+                  ": rows are numbered in int32");
+}
+
+// A matrix and the contiguous one that its rows, or sums of them, are written to.
+inline void check_rows(const Tensor& from, const Tensor& to, const char* op) {
+  STD_TORCH_CHECK(from.dim() == 2 && to.dim() == 2 && from.size(1) == to.size(1) && to.is_contiguous(), op,
+                  ": out is no contiguous matrix with the features of what goes there");
+  check_device(to, from, op);
+}
+
+inline void check_same_rows(const Tensor& from, const Tensor& to, const char* op) {
+  STD_TORCH_CHECK(from.size(0) == to.size(0) && from.scalar_type() == to.scalar_type(), op,
+                  ": out has not the rows and dtype of what goes there");
+}
+
+// The type that arithmetic between two tensors is done in.
+inline ScalarType wider_type(const Tensor& one, const Tensor& two) {
+  const bool is_double = one.scalar_type() == ScalarType::Double || two.scalar_type() == ScalarType::Double;
+  return is_double ? ScalarType::Double : ScalarType::Float;
 }
 
 }  // namespace whale

@@ -17,6 +17,7 @@ namespace whale {
 // Tables over element types are in this order.
 enum Dtype { kFloat = 0, kBf16 = 1, kFp16 = 2, kDouble = 3 };
 constexpr int kNumDtypes = 4;
+constexpr int64_t kElementBytes[kNumDtypes] = {4, 2, 2, 8};
 
 struct Bf16 {
   uint16_t bits;

@@ -23,8 +23,6 @@ struct Memory {
   Strided layout() const { return {sizes.data(), strides.data(), int(sizes.size())}; }
 };
 
-constexpr int64_t kElementBytes[kNumDtypes] = {4, 2, 2, 8};
-
 // any_order: the caller does not mind in which order the elements come, so channels-last memory is dense too.
 Memory memory_of(const Tensor& tensor, const char* op, bool any_order) {
   Memory memory{static_cast<char*>(tensor.data_ptr()), dtype_of(tensor, op), tensor.numel(), {}, {}};

@@ -6,6 +6,9 @@
 namespace whale::cpu {
 namespace {
 
+#define WHALE_ISA_OF(NAME) \
+  { #NAME, &NAME::bucket_loops, &NAME::softmax_loops, &NAME::routing_loops, &NAME::permutation_loops }
+
 struct Candidate {
   Isa isa;
   bool supported;
@@ -20,12 +23,12 @@ const Candidate* candidates(int* count) {
                              __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                              __builtin_cpu_supports("avx512vl");
   static const Candidate all[] = {
-      {{"v4", &v4::bucket_loops, &v4::softmax_loops}, has_v4},
-      {{"v3", &v3::bucket_loops, &v3::softmax_loops}, has_v3},
-      {{"baseline", &baseline::bucket_loops, &baseline::softmax_loops}, true},
+      {WHALE_ISA_OF(v4), has_v4},
+      {WHALE_ISA_OF(v3), has_v3},
+      {WHALE_ISA_OF(baseline), true},
   };
 #else
-  static const Candidate all[] = {{{"baseline", &baseline::bucket_loops, &baseline::softmax_loops}, true}};
+  static const Candidate all[] = {{WHALE_ISA_OF(baseline), true}};
 #endif
   *count = int(sizeof all / sizeof all[0]);
   return all;

@@ -9,6 +9,8 @@ struct Isa {
   const char* name;
   const BucketLoops* bucket;
   const SoftmaxLoops* softmax;
+  const RoutingLoops* routing;
+  const PermutationLoops* permutation;
 };
 
 const Isa& isa();

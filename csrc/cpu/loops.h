@@ -51,19 +51,62 @@ struct SoftmaxLoops {
   void (*grad[kNumDtypes])(const GradRows& rows, int64_t begin, int64_t end);
 };
 
+constexpr int kRouteLanes = 16;
+
+struct RouteRows {
+  const void* logits;
+  int64_t row_stride, num_experts, k, groups;
+  bool sigmoid;
+  const void* bias;  // null is none
+  void* scores;      // [tokens, k]
+  int32_t* experts;  // [tokens, k]
+  void* probs;       // [tokens, num_experts]
+};
+
+struct RouteGradRows {
+  const void* probs;
+  const int32_t* experts;
+  const void *dscores, *dprobs;  // null is zeros
+  int64_t num_experts, k, groups;
+  bool sigmoid;
+  void* dlogits;
+};
+
+struct RoutingLoops {
+  // scratch: a number and a key, 8 bytes each at most, for each expert and lane.
+  void (*route[kNumDtypes])(const RouteRows& rows, void* scratch, int64_t begin, int64_t end);
+  // scratch: a number for each expert. Returns false if an expert does not exist.
+  bool (*route_backward[kNumDtypes])(const RouteGradRows& rows, void* scratch, int64_t begin, int64_t end);
+};
+
+struct PermutationLoops {
+  // [rows][to]: to = cast(the weighted sum of rows, in order), with weights and scratch [count] of the wider type.
+  void (*combine[kNumDtypes][kNumDtypes])(const void* const* rows, const void* weights, int64_t num_rows, void* to,
+                                          void* scratch, int64_t count);
+  // [dy][y]: drow = cast(weight * dy), of y's type; returns the dot product of dy and y.
+  double (*combine_backward[kNumDtypes][kNumDtypes])(const void* dy, const void* y, double weight, void* drow,
+                                                     int64_t count);
+};
+
 namespace baseline {
 extern const BucketLoops bucket_loops;
 extern const SoftmaxLoops softmax_loops;
+extern const RoutingLoops routing_loops;
+extern const PermutationLoops permutation_loops;
 }  // namespace baseline
 
 #ifdef WHALE_X86_64
 namespace v3 {
 extern const BucketLoops bucket_loops;
 extern const SoftmaxLoops softmax_loops;
+extern const RoutingLoops routing_loops;
+extern const PermutationLoops permutation_loops;
 }  // namespace v3
 namespace v4 {
 extern const BucketLoops bucket_loops;
 extern const SoftmaxLoops softmax_loops;
+extern const RoutingLoops routing_loops;
+extern const PermutationLoops permutation_loops;
 }  // namespace v4
 #endif
 

@@ -1,0 +1,232 @@
+// moe_permute, moe_combine, moe_combine_backward, moe_chunk_sort on CPU. Threads share tokens or rows, each row being
+// written by one of them, so results do not depend on their number.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "../common/arguments.h"
+#include "dispatch.h"
+
+namespace whale::cpu {
+namespace {
+
+constexpr int64_t kGrain = 32768;  // elements a thread takes at least
+
+int64_t grain_of(int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); }
+
+// A matrix by its rows, whose elements are adjacent.
+struct Rows {
+  char* data;
+  Dtype dtype;
+  int64_t num_rows, num_features, row_bytes;
+
+  char* at(int64_t row) const { return data + row * row_bytes; }
+  int64_t bytes() const { return num_features * kElementBytes[dtype]; }
+};
+
+Rows rows_of(const Tensor& tensor, const char* op) {
+  const Dtype dtype = dtype_of(tensor, op);
+  return {static_cast<char*>(tensor.data_ptr()), dtype, tensor.size(0), tensor.size(1),
+          tensor.stride(0) * kElementBytes[dtype]};
+}
+
+// The routes of every token, each with the row it names or -1.
+struct Routes {
+  const int32_t* position;
+  int64_t num_tokens, k, num_routed;
+};
+
+Routes routes_of(const Tensor& positions, int64_t num_rows, const char* op) {
+  Routes routes{static_cast<const int32_t*>(positions.const_data_ptr()), positions.size(0), positions.size(1), 0};
+  int32_t largest = -1;
+  for (int64_t i = 0; i < routes.num_tokens * routes.k; ++i) {
+    largest = std::max(largest, routes.position[i]);
+    routes.num_routed += routes.position[i] >= 0;
+  }
+  STD_TORCH_CHECK(largest < num_rows, op, ": a position is ", largest, " of ", num_rows, " rows");
+  return routes;
+}
+
+// Which rows some route names, kept only where some may have none; the others are zeroed at the end.
+class Named {
+ public:
+  Named(const Routes& routes, int64_t num_rows)
+      : named_(routes.num_routed == num_rows ? nullptr : new bool[num_rows]()) {}
+
+  void name(int64_t row) const {
+    if (named_ != nullptr) named_[row] = true;
+  }
+
+  void zero_others(const Rows& rows) const {
+    if (named_ == nullptr) return;
+    torch::stable::parallel_for(0, rows.num_rows, grain_of(rows.num_features), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        if (!named_[row]) std::memset(rows.at(row), 0, rows.bytes());
+      }
+    });
+  }
+
+ private:
+  std::unique_ptr<bool[]> named_;
+};
+
+template <class Call>
+void with_wide(ScalarType wide, const Call& call) {
+  return wide == ScalarType::Double ? call(double()) : call(float());
+}
+
+void permute(Tensor x, Tensor positions, Tensor out) {
+  const char* op = "moe_permute";
+  check_rows(x, out, op);
+  if (!rows_are_dense(x)) x = torch::stable::contiguous(x);
+  positions = matrix_argument(positions, x.size(0), -1, ScalarType::Int, x, op, "positions");
+  const Rows from = rows_of(x, op), to = rows_of(out, op);
+  const Routes routes = routes_of(positions, to.num_rows, op);
+  const Named named(routes, to.num_rows);
+  const auto cast = isa().bucket->cast[from.dtype][to.dtype];
+  torch::stable::parallel_for(0, routes.num_tokens, grain_of(routes.k * from.num_features),
+                              [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t route = token * routes.k; route < (token + 1) * routes.k; ++route) {
+        const int64_t row = routes.position[route];
+        if (row < 0) continue;
+        named.name(row);
+        if (from.dtype == to.dtype) {
+          std::memcpy(to.at(row), from.at(token), to.bytes());
+        } else {
+          cast(from.at(token), to.at(row), to.num_features, 1.0);
+        }
+      }
+    }
+  });
+  named.zero_others(to);
+}
+
+void combine(Tensor y, Tensor positions, std::optional<Tensor> weights, Tensor out) {
+  const char* op = "moe_combine";
+  check_rows(y, out, op);
+  if (!rows_are_dense(y)) y = torch::stable::contiguous(y);
+  const ScalarType wide = wider_type(y, out);
+  positions = matrix_argument(positions, out.size(0), -1, ScalarType::Int, y, op, "positions");
+  weights = matrix_argument(weights, out.size(0), positions.size(1), wide, y, op, "weights");
+  const Rows from = rows_of(y, op), to = rows_of(out, op);
+  const Routes routes = routes_of(positions, from.num_rows, op);
+  const auto sum = isa().permutation->combine[from.dtype][to.dtype];
+  with_wide(wide, [&](auto type) {
+    using A = decltype(type);
+    const A* weight = static_cast<const A*>(pointer_or_null(weights));
+    torch::stable::parallel_for(0, routes.num_tokens, grain_of(routes.k * from.num_features),
+                                [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<char[]> scratch(new char[to.num_features * 8]);
+      std::vector<const void*> rows(routes.k);
+      std::vector<A> of_rows(routes.k, A(1));
+      for (int64_t token = begin; token < end; ++token) {
+        int64_t num_rows = 0;
+        for (int64_t route = token * routes.k; route < (token + 1) * routes.k; ++route) {
+          if (routes.position[route] < 0) continue;
+          rows[num_rows] = from.at(routes.position[route]);
+          if (weight != nullptr) of_rows[num_rows] = weight[route];
+          ++num_rows;
+        }
+        sum(rows.data(), of_rows.data(), num_rows, to.at(token), scratch.get(), to.num_features);
+      }
+    });
+  });
+}
+
+Tensor combine_backward(Tensor dy, Tensor y, Tensor positions, Tensor weights, Tensor drows) {
+  const char* op = "moe_combine_backward";
+  check_rows(y, drows, op);
+  check_same_rows(y, drows, op);
+  STD_TORCH_CHECK(dy.dim() == 2 && dy.size(1) == y.size(1), op, ": dy has not the features of y");
+  check_device(dy, y, op);
+  if (!rows_are_dense(y)) y = torch::stable::contiguous(y);
+  if (!rows_are_dense(dy)) dy = torch::stable::contiguous(dy);
+  const ScalarType wide = wider_type(y, dy);
+  positions = matrix_argument(positions, dy.size(0), -1, ScalarType::Int, y, op, "positions");
+  weights = matrix_argument(weights, dy.size(0), positions.size(1), wide, y, op, "weights");
+  Tensor dweights = torch::stable::new_empty(y, {dy.size(0), positions.size(1)}, wide);
+  const Rows grad = rows_of(dy, op), from = rows_of(y, op), to = rows_of(drows, op);
+  const Routes routes = routes_of(positions, to.num_rows, op);
+  const Named named(routes, to.num_rows);
+  const auto row_of = isa().permutation->combine_backward[grad.dtype][from.dtype];
+  with_wide(wide, [&](auto type) {
+    using A = decltype(type);
+    const A* weight = static_cast<const A*>(weights.const_data_ptr());
+    A* dot = static_cast<A*>(dweights.mutable_data_ptr());
+    torch::stable::parallel_for(0, routes.num_tokens, grain_of(routes.k * from.num_features),
+                                [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        for (int64_t route = token * routes.k; route < (token + 1) * routes.k; ++route) {
+          const int64_t row = routes.position[route];
+          dot[route] = A(0);
+          if (row < 0) continue;
+          named.name(row);
+          dot[route] = A(row_of(grad.at(token), from.at(row), double(weight[route]), to.at(row), to.num_features));
+        }
+      }
+    });
+  });
+  named.zero_others(to);
+  return dweights;
+}
+
+// Where a chunk begins before and after, in the order of the result.
+struct Chunk {
+  int64_t from, to, length;
+};
+
+std::vector<Chunk> chunks_of(const int64_t* lengths, int64_t sources, int64_t experts, bool inverse, int64_t num_rows) {
+  // Stored are `outer` runs of `inner` chunks; the result has `inner` runs of `outer`.
+  const int64_t outer = inverse ? experts : sources, inner = inverse ? sources : experts;
+  const auto length_of = [&](int64_t o, int64_t i) { return inverse ? lengths[i * experts + o] : lengths[o * experts + i]; };
+  std::vector<Chunk> chunks(outer * inner);
+  int64_t row = 0;
+  for (int64_t o = 0; o < outer; ++o) {
+    for (int64_t i = 0; i < inner; ++i) {
+      const int64_t length = length_of(o, i);
+      STD_TORCH_CHECK(length >= 0 && length <= num_rows - row, "moe_chunk_sort: chunks do not fit ", num_rows, " rows");
+      chunks[i * outer + o] = {row, 0, length};
+      row += length;
+    }
+  }
+  row = 0;
+  for (Chunk& chunk : chunks) {
+    chunk.to = row;
+    row += chunk.length;
+  }
+  return chunks;
+}
+
+void chunk_sort(Tensor x, Tensor lengths, bool inverse, Tensor out) {
+  const char* op = "moe_chunk_sort";
+  check_rows(x, out, op);
+  check_same_rows(x, out, op);
+  if (!x.is_contiguous()) x = torch::stable::contiguous(x);
+  lengths = matrix_argument(lengths, -1, -1, ScalarType::Long, x, op, "lengths");
+  const Rows from = rows_of(x, op), to = rows_of(out, op);
+  const auto chunks = chunks_of(static_cast<const int64_t*>(lengths.const_data_ptr()), lengths.size(0), lengths.size(1),
+                                inverse, from.num_rows);
+  const int64_t sorted = chunks.empty() ? 0 : chunks.back().to + chunks.back().length;
+  const int64_t bytes = to.bytes();
+  torch::stable::parallel_for(0, sorted, grain_of(to.num_features), [&](int64_t begin, int64_t end) {
+    auto chunk = std::upper_bound(chunks.begin(), chunks.end(), begin,
+                                  [](int64_t row, const Chunk& c) { return row < c.to + c.length; });
+    for (int64_t row = begin; row < end; ++chunk) {
+      const int64_t stop = std::min(end, chunk->to + chunk->length);
+      std::memcpy(to.data + row * bytes, from.data + (chunk->from + row - chunk->to) * bytes, (stop - row) * bytes);
+      row = stop;
+    }
+  });
+  if (to.num_rows > sorted) std::memset(to.data + sorted * bytes, 0, (to.num_rows - sorted) * bytes);
+}
+
+}  // namespace
+}  // namespace whale::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(whale, CPU, library) {
+  library.impl("moe_permute", TORCH_BOX(&whale::cpu::permute));
+  library.impl("moe_combine", TORCH_BOX(&whale::cpu::combine));
+  library.impl("moe_combine_backward", TORCH_BOX(&whale::cpu::combine_backward));
+  library.impl("moe_chunk_sort", TORCH_BOX(&whale::cpu::chunk_sort));
+}
