@@ -30,45 +30,42 @@ Rows rows_of(const Tensor& tensor, const char* op) {
           tensor.stride(0) * kElementBytes[dtype]};
 }
 
-// The routes of every token, each with the row it names or -1.
-struct Routes {
-  const int32_t* position;
-  int64_t num_tokens, k, num_routed;
-};
-
-Routes routes_of(const Tensor& positions, int64_t num_rows, const char* op) {
-  Routes routes{static_cast<const int32_t*>(positions.const_data_ptr()), positions.size(0), positions.size(1), 0};
-  int32_t largest = -1;
-  for (int64_t i = 0; i < routes.num_tokens * routes.k; ++i) {
-    largest = std::max(largest, routes.position[i]);
-    routes.num_routed += routes.position[i] >= 0;
-  }
-  STD_TORCH_CHECK(largest < num_rows, op, ": a position is ", largest, " of ", num_rows, " rows");
-  return routes;
+void check_position(int32_t position, int64_t num_rows, const char* op) {
+  STD_TORCH_CHECK(position < num_rows, op, ": a position is ", position, " of ", num_rows, " rows");
 }
 
-// Which rows some route names, kept only where some may have none; the others are zeroed at the end.
-class Named {
- public:
-  Named(const Routes& routes, int64_t num_rows)
-      : named_(routes.num_routed == num_rows ? nullptr : new bool[num_rows]()) {}
-
-  void name(int64_t row) const {
-    if (named_ != nullptr) named_[row] = true;
-  }
-
-  void zero_others(const Rows& rows) const {
-    if (named_ == nullptr) return;
-    torch::stable::parallel_for(0, rows.num_rows, grain_of(rows.num_features), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        if (!named_[row]) std::memset(rows.at(row), 0, rows.bytes());
-      }
-    });
-  }
-
- private:
-  std::unique_ptr<bool[]> named_;
+// The route that names a row and its token; token is -1 where there is none.
+struct Source {
+  int64_t token = -1, route = 0;
 };
+
+// Of each row: rows are then written one after the other, which is faster than here and there.
+std::vector<Source> sources_of(const Tensor& positions, int64_t num_rows, const char* op) {
+  std::vector<Source> sources(num_rows);
+  const int32_t* position = static_cast<const int32_t*>(positions.const_data_ptr());
+  int64_t route = 0;
+  for (int64_t token = 0; token < positions.size(0); ++token) {
+    for (int64_t slot = 0; slot < positions.size(1); ++slot, ++route) {
+      check_position(position[route], num_rows, op);
+      if (position[route] >= 0) sources[position[route]] = {token, route};
+    }
+  }
+  return sources;
+}
+
+// Calls write(row, source) for every row that a route names and zeroes the others.
+template <class Write>
+void for_each_row(const std::vector<Source>& sources, const Rows& to, const Write& write) {
+  torch::stable::parallel_for(0, to.num_rows, grain_of(to.num_features), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (sources[row].token < 0) {
+        std::memset(to.at(row), 0, to.bytes());
+      } else {
+        write(row, sources[row]);
+      }
+    }
+  });
+}
 
 template <class Call>
 void with_wide(ScalarType wide, const Call& call) {
@@ -81,25 +78,14 @@ void permute(Tensor x, Tensor positions, Tensor out) {
   if (!rows_are_dense(x)) x = torch::stable::contiguous(x);
   positions = matrix_argument(positions, x.size(0), -1, ScalarType::Int, x, op, "positions");
   const Rows from = rows_of(x, op), to = rows_of(out, op);
-  const Routes routes = routes_of(positions, to.num_rows, op);
-  const Named named(routes, to.num_rows);
   const auto cast = isa().bucket->cast[from.dtype][to.dtype];
-  torch::stable::parallel_for(0, routes.num_tokens, grain_of(routes.k * from.num_features),
-                              [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) {
-      for (int64_t route = token * routes.k; route < (token + 1) * routes.k; ++route) {
-        const int64_t row = routes.position[route];
-        if (row < 0) continue;
-        named.name(row);
-        if (from.dtype == to.dtype) {
-          std::memcpy(to.at(row), from.at(token), to.bytes());
-        } else {
-          cast(from.at(token), to.at(row), to.num_features, 1.0);
-        }
-      }
+  for_each_row(sources_of(positions, to.num_rows, op), to, [&](int64_t row, Source source) {
+    if (from.dtype == to.dtype) {
+      std::memcpy(to.at(row), from.at(source.token), to.bytes());
+    } else {
+      cast(from.at(source.token), to.at(row), to.num_features, 1.0);
     }
   });
-  named.zero_others(to);
 }
 
 void combine(Tensor y, Tensor positions, std::optional<Tensor> weights, Tensor out) {
@@ -110,21 +96,22 @@ void combine(Tensor y, Tensor positions, std::optional<Tensor> weights, Tensor o
   positions = matrix_argument(positions, out.size(0), -1, ScalarType::Int, y, op, "positions");
   weights = matrix_argument(weights, out.size(0), positions.size(1), wide, y, op, "weights");
   const Rows from = rows_of(y, op), to = rows_of(out, op);
-  const Routes routes = routes_of(positions, from.num_rows, op);
+  const int64_t num_tokens = positions.size(0), k = positions.size(1);
+  const int32_t* position = static_cast<const int32_t*>(positions.const_data_ptr());
+  for (int64_t route = 0; route < num_tokens * k; ++route) check_position(position[route], from.num_rows, op);
   const auto sum = isa().permutation->combine[from.dtype][to.dtype];
   with_wide(wide, [&](auto type) {
     using A = decltype(type);
     const A* weight = static_cast<const A*>(pointer_or_null(weights));
-    torch::stable::parallel_for(0, routes.num_tokens, grain_of(routes.k * from.num_features),
-                                [&](int64_t begin, int64_t end) {
-      const std::unique_ptr<char[]> scratch(new char[to.num_features * 8]);
-      std::vector<const void*> rows(routes.k);
-      std::vector<A> of_rows(routes.k, A(1));
+    torch::stable::parallel_for(0, num_tokens, grain_of(k * from.num_features), [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<A[]> scratch(new A[to.num_features]);
+      std::vector<const void*> rows(k);
+      std::vector<A> of_rows(k, A(1));
       for (int64_t token = begin; token < end; ++token) {
         int64_t num_rows = 0;
-        for (int64_t route = token * routes.k; route < (token + 1) * routes.k; ++route) {
-          if (routes.position[route] < 0) continue;
-          rows[num_rows] = from.at(routes.position[route]);
+        for (int64_t route = token * k; route < (token + 1) * k; ++route) {
+          if (position[route] < 0) continue;
+          rows[num_rows] = from.at(position[route]);
           if (weight != nullptr) of_rows[num_rows] = weight[route];
           ++num_rows;
         }
@@ -145,29 +132,19 @@ Tensor combine_backward(Tensor dy, Tensor y, Tensor positions, Tensor weights, T
   const ScalarType wide = wider_type(y, dy);
   positions = matrix_argument(positions, dy.size(0), -1, ScalarType::Int, y, op, "positions");
   weights = matrix_argument(weights, dy.size(0), positions.size(1), wide, y, op, "weights");
-  Tensor dweights = torch::stable::new_empty(y, {dy.size(0), positions.size(1)}, wide);
+  Tensor dweights = torch::stable::new_zeros(y, {dy.size(0), positions.size(1)}, wide);
   const Rows grad = rows_of(dy, op), from = rows_of(y, op), to = rows_of(drows, op);
-  const Routes routes = routes_of(positions, to.num_rows, op);
-  const Named named(routes, to.num_rows);
-  const auto row_of = isa().permutation->combine_backward[grad.dtype][from.dtype];
+  const auto sources = sources_of(positions, to.num_rows, op);
+  const auto loop = isa().permutation->combine_backward[grad.dtype][from.dtype];
   with_wide(wide, [&](auto type) {
     using A = decltype(type);
     const A* weight = static_cast<const A*>(weights.const_data_ptr());
     A* dot = static_cast<A*>(dweights.mutable_data_ptr());
-    torch::stable::parallel_for(0, routes.num_tokens, grain_of(routes.k * from.num_features),
-                                [&](int64_t begin, int64_t end) {
-      for (int64_t token = begin; token < end; ++token) {
-        for (int64_t route = token * routes.k; route < (token + 1) * routes.k; ++route) {
-          const int64_t row = routes.position[route];
-          dot[route] = A(0);
-          if (row < 0) continue;
-          named.name(row);
-          dot[route] = A(row_of(grad.at(token), from.at(row), double(weight[route]), to.at(row), to.num_features));
-        }
-      }
+    for_each_row(sources, to, [&](int64_t row, Source source) {
+      dot[source.route] =
+          A(loop(grad.at(source.token), from.at(row), double(weight[source.route]), to.at(row), to.num_features));
     });
   });
-  named.zero_others(to);
   return dweights;
 }
 
