@@ -5,8 +5,8 @@
     y = rows(x, splits)                  # [sum(sent), ...] -> [sum(received), ...]; the gradient goes the way back
     z = rows(f(y), splits.transposed)    # back to where the rows came from
 
-`begin` starts an exchange, and what it returns waits for the rows; the exchange of the gradient too begins where backward
-comes to the one and is waited for where it comes to the other.
+`begin` starts an exchange, and what it returns waits for the rows; the exchange of the gradient too begins where
+backward comes to the one and is waited for where it comes to the other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from whale_torch.cluster import Blocks
+from whale_torch.comm.node_memory import NodeMemory
+from whale_torch.comm.node_routes import NodeRoutes
 from whale_torch.comm.routes import Arrival, begin_flat, begin_two_levels
 from whale_torch.comm.splits import Splits, gather_splits
 from whale_torch.errors import LayoutError
@@ -28,12 +30,22 @@ __all__ = ["AllToAll", "Underway"]
 class AllToAll:
     """The exchange of rows in one group; every rank of it does the same exchanges in the same order.
 
-    blocks: as of Mesh.group. channel: exchanges on different channels never wait for each other.
+    blocks: as of Mesh.group. channel: exchanges on different channels never wait for each other. shared: whether ranks
+    of one node exchange through memory that they share. refused: why they do not, or not what is large.
     """
 
-    def __init__(self, mesh: Mesh, name: str, blocks: Blocks, *, channel: str = "rows"):
+    def __init__(self, mesh: Mesh, name: str, blocks: Blocks, *, channel: str = "rows", shared: bool = True):
         self.name = name
         self.group = mesh.two_levels(name, blocks, channel=channel)
+        inside = self.group.levels.inside if self.group.levels is not None else self.group
+        one_node = len({mesh.cluster.nodes[rank] for rank in inside.ranks}) == 1
+        self._node: NodeRoutes | None = None
+        if shared and one_node and inside.size > 1 and mesh.device.type == "cpu":
+            self._node = NodeRoutes(self.group, inside, NodeMemory(self.group, inside, mesh.timeout))
+
+    @property
+    def refused(self) -> str | None:
+        return None if self._node is None else self._node.memory.refused
 
     def splits(self, counts: Tensor) -> Splits:
         """What every rank sends, from the counts of rows [size * k] or [size, k] that each of them tells."""
@@ -60,20 +72,26 @@ class AllToAll:
             )
         cast = wire_dtype if wire_dtype is not None and x.dtype.is_floating_point else x.dtype
         exchange = _Exchange(self, splits, cast, route)
-        return Underway(_Begin.apply(x, exchange), exchange)
+        return Underway(_Begin.apply(x, exchange), exchange)  # type: ignore[no-untyped-call]
 
     def routes(self) -> list[str]:
         """The ways that rows can take here."""
-        return ["flat", *(["two-level"] if self.group.levels is not None else [])]
+        through_memory = self._node is not None and self._node.memory.usable
+        if self.group.levels is None:
+            return ["flat", *(["shared"] if through_memory else [])]
+        return ["flat", "two-level", *(["two-level shared", "leader"] if through_memory else [])]
 
     def route_of(self, splits: Splits, row_bytes: int) -> str:
         """The way that rows of so many bytes take: the same on every rank."""
         return "flat"
 
     def start(self, x: Tensor, splits: Splits, route: str | None) -> Arrival:
-        """Starts the exchange of rows of bytes."""
+        """Starts the exchange of rows of bytes; a route that memory is too small for is taken without it."""
         route = route or self.route_of(splits, x.shape[1])
-        if route == "two-level":
+        if self._node is not None and route in ("shared", "two-level shared", "leader"):
+            if self._node.memory.provide(self._node.mailbox_bytes(route, splits, x.shape[1])):
+                return self._node.begin(route, x, splits, self.name)
+        if self.group.levels is not None and route != "flat":
             return begin_two_levels(x, splits, self.group, self.name)
         return begin_flat(x, splits, self.group, self.name)
 
@@ -86,7 +104,7 @@ class Underway:
 
     def finish(self) -> Tensor:
         """The rows, once they are here; asked for once."""
-        out: Tensor = _Finish.apply(self._token, self._exchange)
+        out: Tensor = _Finish.apply(self._token, self._exchange)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -137,7 +155,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
-        return _Finish.apply(token, ctx.exchange.back), None
+        return _Finish.apply(token, ctx.exchange.back), None  # type: ignore[no-untyped-call]
 
 
 class _Finish(torch.autograd.Function):
@@ -150,4 +168,4 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Begin.apply(grad, ctx.exchange.turned()), None
+        return _Begin.apply(grad, ctx.exchange.turned()), None  # type: ignore[no-untyped-call]

@@ -218,13 +218,22 @@ def all_to_all_rows(
 
 
 def all_to_all_rows_async(
-    x: torch.Tensor, sent: list[int], received: list[int], group: Group, *, name: str = "all-to-all"
+    x: torch.Tensor,
+    sent: list[int],
+    received: list[int],
+    group: Group,
+    *,
+    name: str = "all-to-all",
+    out: torch.Tensor | None = None,
 ) -> Callable[[], torch.Tensor]:
-    """Starts all_to_all_rows; the returned function waits for the rows. x must not change before that."""
+    """Starts all_to_all_rows, into `out` where it is given; the returned function waits for the rows.
+
+    x must not change before that.
+    """
     if group.size == 1:
         return lambda: x
     x = x.contiguous()
-    out = x.new_empty(sum(received), *x.shape[1:])
+    out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
     row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else 0)
     group.count((sum(sent) - sent[group.index]) * row_bytes, name)
     work = _run(group, name, lambda: _start_all_to_all(out, x, group, received, sent))

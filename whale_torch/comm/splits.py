@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +19,18 @@ class Splits:
     """Rows between the ranks of a group, equal on all of them, so that all take the same decision by them.
 
     counts: [size, size, k], int64 on the CPU: rows of kind c (of k) from the i-th rank to the j-th, which lie side by
-    side where they are sent and where they are received. index: this rank's place in the group.
+    side where they are sent and where they are received. index: this rank's place in the group. kept: what routes found
+    for these numbers.
     """
 
     def __init__(self, counts: Tensor, index: int):
         self.counts, self.index = counts, index
+        self.kept: dict[Any, Any] = {}
 
     @cached_property
     def matrix(self) -> Tensor:
         """[size, size]: rows from the i-th rank to the j-th, of all kinds."""
-        return self.counts.sum(2)
+        return self.counts.sum(2).contiguous()
 
     @cached_property
     def sent(self) -> list[int]:
