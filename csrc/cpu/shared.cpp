@@ -110,12 +110,17 @@ bool await_flag(Flag* flag, int32_t wanted, int64_t deadline_ns) {
   return reached(number, wanted);
 }
 
-int64_t await_flags(const Tensor& flags, const std::vector<int64_t>& places, int64_t number, int64_t timeout_ms) {
+Tensor await_flags(const Tensor& flags, const std::vector<int64_t>& places, int64_t number, int64_t timeout_ms) {
   const int64_t deadline_ns = now_ns() + timeout_ms * 1'000'000;
+  Tensor late = torch::stable::new_empty(flags, {}, ScalarType::Long);
+  int64_t* result = static_cast<int64_t*>(late.mutable_data_ptr());
+  *result = -1;
   for (const int64_t place : places) {
-    if (!await_flag(flag_at(flags, place, "await_flags"), int32_t(number), deadline_ns)) return place;
+    if (await_flag(flag_at(flags, place, "await_flags"), int32_t(number), deadline_ns)) continue;
+    *result = place;
+    break;
   }
-  return -1;
+  return late;
 }
 
 }  // namespace

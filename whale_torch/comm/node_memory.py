@@ -1,8 +1,8 @@
 """Memory that the ranks of one node share: a mailbox of each rank, in which the others write, and flags.
 
-Files in /dev/shm without a name: the name is gone as soon as all ranks have mapped the file, so that nothing is left
-whatever ends the processes. That ranks are on one host is proved by a file that one makes and the others find. A rank
-holds a lock for as long as its process lives; by it the others tell one that is late from one that is gone.
+It is a file in /dev/shm without a name, which one rank makes and the others open by its descriptor: nothing is left of
+it, whatever ends the processes and when. The same proves that they are on one host. A rank holds a lock on the file for
+as long as its process lives; by it the others tell a rank that is late from one that is gone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import secrets
+import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -34,7 +35,7 @@ __all__ = ["NUM_SLOTS", "Flag", "NodeMemory", "Refusal"]
 
 _LOG = logging.getLogger("whale_torch")
 _FOLDER = Path("/dev/shm")
-_TOKEN_BYTES = 16
+_TOKEN = struct.Struct("=qq")  # a random number behind what the file holds
 _LOOK_EVERY_MS = 50
 _LEAST_BYTES = 1 << 14  # of a mailbox
 NUM_SLOTS = 3
@@ -54,15 +55,15 @@ class Refusal(IntEnum):
 
     NONE = 0
     NO_KERNELS = 1
-    NO_FOLDER = 2
+    NO_FILE = 2
     OTHER_HOST = 3
     TOO_SMALL = 4
 
     def text(self, rank: int, wanted_bytes: int) -> str:
         return {
             Refusal.NO_KERNELS: "the compiled kernels are missing",
-            Refusal.NO_FOLDER: f"{_FOLDER} cannot be written",
-            Refusal.OTHER_HOST: f"a file that a rank of its node made in {_FOLDER} is not there",
+            Refusal.NO_FILE: f"no file can be made in {_FOLDER}",
+            Refusal.OTHER_HOST: f"a file that a rank of its node made in {_FOLDER} cannot be opened",
             Refusal.TOO_SMALL: f"{_FOLDER} has no room for {wanted_bytes} bytes",
         }[self] + f" (rank {rank})"
 
@@ -80,44 +81,46 @@ class NodeMemory:
         self.most_bytes: int | None = None
         self.number = 0
         self.capacity = 0
-        self._slots: list[Tensor] = []
+        self._boxes: Tensor | None = None
         self._lock = -1
-        self._flags = torch.empty(0)
         num_bytes = len(Flag) * inside.size * FLAG_NUMBERS * 4
-        flags = self._share([num_bytes], 1, lock=True)
-        if flags:
-            self._flags = flags[0][:num_bytes].view(torch.int32).view(-1, FLAG_NUMBERS)
-
-    @property
-    def usable(self) -> bool:
-        """Whether the ranks share any memory."""
-        return self._flags.numel() > 0
+        flags = self._share(num_bytes, [(0, num_bytes)], lock=True)
+        self._flags = None if flags is None else flags.view(torch.int32).view(-1, FLAG_NUMBERS)
 
     def __del__(self) -> None:
         if self._lock >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._lock)
 
+    @property
+    def usable(self) -> bool:
+        """Whether the ranks share any memory."""
+        return self._flags is not None
+
     def provide(self, num_bytes: int) -> bool:
         """Whether every rank has mailboxes of so many bytes; makes larger ones where they are not.
 
         Every rank of `everyone` asks for the same number at the same place among its exchanges.
         """
-        if self._slots and num_bytes <= self.capacity:
+        if self._boxes is not None and num_bytes <= self.capacity:
             return True
         if not self.usable or (self.most_bytes is not None and num_bytes > self.most_bytes):
             return False
-        capacity = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
-        slots = self._share([capacity * self._inside.size] * NUM_SLOTS, self._inside.size)
-        if slots:
-            self._slots, self.capacity, self.most_bytes = slots, capacity, None
-        else:
+        capacity = max(_LEAST_BYTES, 1 << max(num_bytes - 1, 0).bit_length())
+        node = capacity * self._inside.size
+        mine = [(slot * node + self._inside.index * capacity, capacity) for slot in range(NUM_SLOTS)]
+        boxes = self._share(node * NUM_SLOTS, mine)
+        if boxes is None:
             self.most_bytes = num_bytes - 1
-        return bool(slots)
+            return False
+        self._boxes, self.capacity, self.most_bytes = boxes, capacity, None
+        return True
 
     def slot(self, number: int) -> Tensor:
         """All mailboxes of the node for an exchange, one after the other: [ranks * capacity] bytes."""
-        return self._slots[number % NUM_SLOTS]
+        assert self._boxes is not None
+        node = self.capacity * self._inside.size
+        return self._boxes.narrow(0, number % NUM_SLOTS * node, node)
 
     def mailbox(self, number: int, place: int) -> Tensor:
         """One rank's mailbox for an exchange: [capacity] bytes."""
@@ -125,6 +128,7 @@ class NodeMemory:
 
     def post(self, flag: Flag, number: int) -> None:
         """Tells the others of the node how far this rank is."""
+        assert self._flags is not None
         ops.post_flag(self._flags, flag * self._inside.size + self._inside.index, number)
 
     def wait(self, flag: Flag, number: int, name: str, places: Sequence[int] | None = None) -> None:
@@ -132,6 +136,7 @@ class NodeMemory:
 
         Raises CommError, naming the rank, where one is gone or does not come in time.
         """
+        assert self._flags is not None
         size = self._inside.size
         asked = [flag * size + place for place in (range(size) if places is None else places)]
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -155,42 +160,31 @@ class NodeMemory:
         fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, place)
         return True
 
-    def _share(self, sizes: list[int], num_parts: int, *, lock: bool = False) -> list[Tensor]:
-        """Bytes in files that all ranks of the node map, of each of which a rank reserves its part; none if refused.
+    def _share(self, size: int, mine: Sequence[tuple[int, int]], *, lock: bool = False) -> Tensor | None:
+        """[size] bytes that the ranks of the node have in common; None on all ranks if one of `everyone` is refused.
 
-        All ranks of `everyone` are refused if one is, and say so alike. lock: this rank holds its lock on the first
-        file from now on. It is the process's, so no child holds it longer, and any close of the file would lose it.
+        mine: (start, size) of the parts that this rank reserves. lock: it holds its lock on the file from now on, as a
+        process: no child of it holds the lock longer, and to close the file would lose it.
         """
-        first = self._inside.index == 0
-        token = secrets.token_bytes(_TOKEN_BYTES)
-        files: list[int] = []
-        code = _unfit() if first else Refusal.NONE
-        total = sum(sizes) + _TOKEN_BYTES * len(sizes)
-        if first and code is Refusal.NONE:
-            code, files = _make_files(token, sizes, total)
-        told = torch.tensor(list(token), dtype=torch.uint8)
-        broadcast(told, self._inside, name="memory of a node")
-        token = bytes(told.tolist())
+        first, token = self._inside.index == 0, _TOKEN.unpack(secrets.token_bytes(_TOKEN.size))
+        code, fd = _make_file(size, token) if first else (Refusal.NONE, -1)
+        told = broadcast(torch.tensor([os.getpid(), fd, *token]), self._inside, name="memory of a node").tolist()
         if not first:
-            code, files = _open_files(token, sizes)
-        shared: list[Tensor] = []
-        try:
-            if code is Refusal.NONE:
-                code, shared = _map_files(files, sizes, num_parts, self._inside.index)
-            if code is Refusal.NONE and lock:
-                self._lock = files.pop(0)
-                fcntl.lockf(self._lock, fcntl.LOCK_EX, 1, self._inside.index)
-            codes = gather_equal(torch.tensor([int(code)]), self._everyone, name="memory of a node").flatten().tolist()
-        finally:
-            for fd in files:
-                os.close(fd)
-            if first:
-                _unlink(token, len(sizes))
+            code, fd = _open_file(told[0], told[1], size, (told[2], told[3]))
+        shared = None
+        if code is Refusal.NONE:
+            code, shared = _map_file(fd, size, mine)
+        if code is Refusal.NONE and lock:
+            fcntl.lockf(fd, fcntl.LOCK_EX, 1, self._inside.index)
+            self._lock, fd = fd, -1
+        codes = gather_equal(torch.tensor([int(code)]), self._everyone, name="memory of a node").flatten().tolist()
+        if fd >= 0:
+            os.close(fd)
         place = next((place for place, number in enumerate(codes) if number), None)
         if place is None:
             return shared
-        self._refuse(Refusal(codes[place]).text(self._everyone.ranks[place], total))
-        return []
+        self._refuse(Refusal(codes[place]).text(self._everyone.ranks[place], size))
+        return None
 
     def _refuse(self, reason: str) -> None:
         if self.refused is None and self._everyone.index == 0:
@@ -198,67 +192,47 @@ class NodeMemory:
         self.refused = reason
 
 
-def _unfit() -> Refusal:
+def _make_file(size: int, token: tuple[int, int]) -> tuple[Refusal, int]:
+    """A file of so many bytes, which has no name, and the token behind them."""
     if not compiled()["cpu"].loaded:
-        return Refusal.NO_KERNELS
-    return Refusal.NONE if os.access(_FOLDER, os.W_OK | os.X_OK) else Refusal.NO_FOLDER
-
-
-def _path(token: bytes, index: int) -> Path:
-    return _FOLDER / f"whale-{token.hex()}-{index}"
-
-
-def _make_files(token: bytes, sizes: list[int], total: int) -> tuple[Refusal, list[int]]:
-    """Files of so many bytes and the token behind them, which nobody else may open."""
-    space = os.statvfs(_FOLDER)
-    if space.f_blocks and space.f_bavail * space.f_frsize < total:
-        return Refusal.TOO_SMALL, []
-    files: list[int] = []
+        return Refusal.NO_KERNELS, -1
     try:
-        for index, size in enumerate(sizes):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            files.append(os.open(_path(token, index), flags, 0o600))
-            os.ftruncate(files[-1], size + _TOKEN_BYTES)
-            os.pwrite(files[-1], token, size)
+        space = os.statvfs(_FOLDER)
+        if space.f_blocks and space.f_bavail * space.f_frsize < size:  # no blocks at all: no limit
+            return Refusal.TOO_SMALL, -1
+        fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.pwrite(fd, _TOKEN.pack(*token), size)
     except OSError as error:
-        return _because(error), files
-    return Refusal.NONE, files
+        return _because(error), -1
+    return Refusal.NONE, fd
 
 
-def _open_files(token: bytes, sizes: list[int]) -> tuple[Refusal, list[int]]:
-    """The files that another rank made, if this is its host."""
-    files: list[int] = []
+def _open_file(pid: int, fd: int, size: int, token: tuple[int, int]) -> tuple[Refusal, int]:
+    """The file that another process of this host has open under that number."""
+    if fd < 0:
+        return Refusal.OTHER_HOST, -1
     try:
-        for index, size in enumerate(sizes):
-            files.append(os.open(_path(token, index), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW))
-            if os.pread(files[-1], _TOKEN_BYTES, size) != token:
-                return Refusal.OTHER_HOST, files
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return Refusal.OTHER_HOST, files
-    return Refusal.NONE, files
+        return Refusal.OTHER_HOST, -1
+    if os.pread(opened, _TOKEN.size, size) != _TOKEN.pack(*token):
+        os.close(opened)
+        return Refusal.OTHER_HOST, -1
+    return Refusal.NONE, opened
 
 
-def _map_files(files: list[int], sizes: list[int], num_parts: int, part: int) -> tuple[Refusal, list[Tensor]]:
-    """Each file's bytes; a rank's own part is reserved by it, so that a full file system is an error here.
+def _map_file(fd: int, size: int, mine: Sequence[tuple[int, int]]) -> tuple[Refusal, Tensor | None]:
+    """The file's bytes; a rank reserves its own, so that a full file system is an error now.
 
-    Later it would be a signal, in the middle of a copy.
+    Else it would be a signal later, in the middle of a copy.
     """
-    mapped: list[Tensor] = []
     try:
-        for fd, size in zip(files, sizes, strict=True):
-            own = size // num_parts
-            os.posix_fallocate(fd, own * min(part, num_parts - 1), own)
-            mapped.append(torch.frombuffer(mmap.mmap(fd, size + _TOKEN_BYTES), dtype=torch.uint8)[:size])
+        for start, length in mine:
+            os.posix_fallocate(fd, start, length)
+        return Refusal.NONE, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
     except OSError as error:
-        return _because(error), []
-    return Refusal.NONE, mapped
+        return _because(error), None
 
 
 def _because(error: OSError) -> Refusal:
-    return Refusal.TOO_SMALL if error.errno in (errno.ENOSPC, errno.ENOMEM) else Refusal.NO_FOLDER
-
-
-def _unlink(token: bytes, count: int) -> None:
-    for index in range(count):
-        with contextlib.suppress(OSError):
-            _path(token, index).unlink()
+    return Refusal.TOO_SMALL if error.errno in (errno.ENOSPC, errno.ENOMEM) else Refusal.NO_FILE

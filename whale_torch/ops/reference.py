@@ -62,7 +62,7 @@ def post_flag(flags: Tensor, place: int, number: int) -> None:
     flags[place, 0] = (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def await_flags(flags: Tensor, places: list[int], number: int, timeout_ms: int) -> int:
+def await_flags(flags: Tensor, places: list[int], number: int, timeout_ms: int) -> Tensor:
     """Waits until flags[place, 0] - number >= 0 at all places; the first one where it is not in time, -1 if none.
 
     The difference is one of int32, so that numbers may go past the largest.
@@ -71,9 +71,9 @@ def await_flags(flags: Tensor, places: list[int], number: int, timeout_ms: int) 
     for place in places:
         while (int(flags[place, 0]) - number + (1 << 31)) % (1 << 32) < 1 << 31:
             if time.monotonic() > deadline:
-                return place
+                return torch.tensor(place)
             time.sleep(0.0002)
-    return -1
+    return torch.tensor(-1)
 
 
 def _local_target(target: Tensor, first_class: int, num_classes: int) -> tuple[Tensor, Tensor]:

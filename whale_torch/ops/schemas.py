@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import Library, register_fake
 
@@ -26,7 +27,7 @@ _SCHEMAS = {
     "softmax_grad_": f"(Tensor(a!) logits, Tensor lse, Tensor target, int first_class, {_LOSS_COEFS}) -> ()",
     "copy_blocks": "(Tensor source, Tensor blocks, Tensor(a!) target) -> ()",
     "post_flag": "(Tensor(a!) flags, int place, int number) -> ()",
-    "await_flags": "(Tensor flags, int[] places, int number, int timeout_ms) -> int",
+    "await_flags": "(Tensor flags, int[] places, int number, int timeout_ms) -> Tensor",
     "linear_softmax_stats": (
         "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int first_class, Tensor? class_weight, "
         "bool smoothing, int chunk) -> Tensor"
@@ -81,8 +82,8 @@ def _fake_post_flag(flags: Tensor, place: int, number: int) -> None:
     return None
 
 
-def _fake_await_flags(flags: Tensor, places: list[int], number: int, timeout_ms: int) -> int:
-    raise NotImplementedError("what other processes do cannot be traced")
+def _fake_await_flags(flags: Tensor, places: list[int], number: int, timeout_ms: int) -> Tensor:
+    return flags.new_empty((), dtype=torch.int64)
 
 
 def _fake_linear_softmax_stats(x: Tensor, *arguments: object) -> Tensor:

@@ -55,5 +55,4 @@ def post_flag(flags: Tensor, place: int, number: int) -> None:
 
 def await_flags(flags: Tensor, places: list[int], number: int, timeout_ms: int) -> int:
     """Waits until the flags at all places have come to a number; the first place whose flag is late, -1 if none is."""
-    late: int = _AWAIT(flags, places, number, timeout_ms)
-    return late
+    return int(_AWAIT(flags, places, number, timeout_ms))
