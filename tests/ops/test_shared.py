@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.world import world
 from whale_torch import ops
 from whale_torch.errors import LayoutError
 from whale_torch.ops import reference
@@ -63,17 +61,3 @@ def test_flags_wait_for_a_number(kernels: str) -> None:
     assert of.await_flags(flags, [1], last + 1, 0) == 1
     of.post_flag(flags, 1, last + 2)  # numbers go on past the largest
     assert of.await_flags(flags, [1], last, 0) == of.await_flags(flags, [1], last + 2, 0) == -1
-
-
-def _pass_on(rank: int, n: int, path: str) -> None:
-    flags = torch.from_file(path, shared=True, size=n * FLAG_NUMBERS, dtype=torch.int32).view(n, FLAG_NUMBERS)
-    for number in range(1, 301):
-        if rank:
-            assert ops.await_flags(flags, [rank - 1], number, 20_000) == -1
-        ops.post_flag(flags, rank, number)
-        assert ops.await_flags(flags, [n - 1], number, 20_000) == -1
-
-
-def test_a_process_that_sleeps_is_woken(tmp_path: Path) -> None:
-    (tmp_path / "flags").write_bytes(bytes(4 * 3 * FLAG_NUMBERS))
-    world(3, _pass_on, str(tmp_path / "flags"))

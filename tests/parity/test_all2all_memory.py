@@ -15,13 +15,29 @@ import pytest
 import torch
 
 from tests.world import outcomes, world
+from whale_torch import ops
 from whale_torch.comm import node_memory
 from whale_torch.comm.all2all import AllToAll
 from whale_torch.errors import CommError
 from whale_torch.exits import Word, leave_word
 from whale_torch.mesh import start
+from whale_torch.ops.shared import FLAG_NUMBERS
 
 TIMEOUT = 2.0
+
+
+def _pass_on(rank: int, n: int, path: str) -> None:
+    flags = torch.from_file(path, shared=True, size=n * FLAG_NUMBERS, dtype=torch.int32).view(n, FLAG_NUMBERS)
+    for number in range(1, 301):
+        if rank:
+            assert ops.await_flags(flags, [rank - 1], number, 20_000) == -1
+        ops.post_flag(flags, rank, number)
+        assert ops.await_flags(flags, [n - 1], number, 20_000) == -1
+
+
+def test_a_process_that_sleeps_is_woken(tmp_path: Path) -> None:
+    (tmp_path / "flags").write_bytes(bytes(4 * 3 * FLAG_NUMBERS))
+    world(3, _pass_on, str(tmp_path / "flags"))
 
 
 def _rows(n: int, **options: Any) -> AllToAll:

@@ -19,6 +19,7 @@ from torch import Tensor
 from whale_torch.cluster import Blocks
 from whale_torch.comm.node_memory import NodeMemory
 from whale_torch.comm.node_routes import NodeRoutes
+from whale_torch.comm.route_costs import RouteCosts, measure_routes
 from whale_torch.comm.routes import Arrival, begin_flat, begin_two_levels
 from whale_torch.comm.splits import Splits, gather_splits
 from whale_torch.errors import LayoutError
@@ -42,6 +43,8 @@ class AllToAll:
         self._node: NodeRoutes | None = None
         if shared and one_node and inside.size > 1 and mesh.device.type == "cpu":
             self._node = NodeRoutes(self.group, inside, NodeMemory(self.group, inside, mesh.timeout))
+
+        self._costs: RouteCosts | None = None
 
     @property
     def refused(self) -> str | None:
@@ -82,8 +85,29 @@ class AllToAll:
         return ["flat", "two-level", *(["two-level shared", "leader"] if through_memory else [])]
 
     def route_of(self, splits: Splits, row_bytes: int) -> str:
-        """The way that rows of so many bytes take: the same on every rank."""
-        return "flat"
+        """The way that rows of so many bytes take: the same on every rank, by what the fullest of them has to carry."""
+        if len(self.routes()) == 1:
+            return "flat"
+        key = ("route", row_bytes)
+        if key not in splits.kept:
+            splits.kept[key] = self.measure().best(splits.most_rows * row_bytes / self.group.size)
+        route: str = splits.kept[key]
+        return route
+
+    def measure(self) -> RouteCosts:
+        """How long every route takes; measured at the first call, or else at the first exchange that has a choice.
+
+        All ranks of the group call it; it takes some seconds where the group spans many nodes.
+        """
+        if self._costs is None:
+            with torch.no_grad():
+                self._costs = measure_routes(self.routes(), self.group, self._run_once)
+        return self._costs
+
+    def _run_once(self, route: str, pair_bytes: int) -> None:
+        n = self.group.size
+        even = Splits(torch.ones(n, n, 1, dtype=torch.int64), self.group.index)
+        self.start(torch.zeros(n, pair_bytes, dtype=torch.uint8), even, route)()
 
     def start(self, x: Tensor, splits: Splits, route: str | None) -> Arrival:
         """Starts the exchange of rows of bytes; a route that memory is too small for is taken without it."""
