@@ -52,7 +52,8 @@ class AllToAll:
 
     def splits(self, counts: Tensor) -> Splits:
         """What every rank sends, from the counts of rows [size * k] or [size, k] that each of them tells."""
-        return gather_splits(counts, self.group, name=f"counts of {self.name}")
+        gather = None if self._node is None else self._node.gather
+        return gather_splits(counts, self.group, name=f"counts of {self.name}", gather=gather)
 
     def __call__(
         self, x: Tensor, splits: Splits, *, wire_dtype: torch.dtype | None = None, route: str | None = None
@@ -75,6 +76,9 @@ class AllToAll:
             )
         cast = wire_dtype if wire_dtype is not None and x.dtype.is_floating_point else x.dtype
         exchange = _Exchange(self, splits, cast, route)
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            exchange.begin(x)
+            return Underway(None, exchange)
         return Underway(_Begin.apply(x, exchange), exchange)  # type: ignore[no-untyped-call]
 
     def routes(self) -> list[str]:
@@ -123,11 +127,13 @@ class AllToAll:
 class Underway:
     """An exchange under way."""
 
-    def __init__(self, token: Tensor, exchange: _Exchange):
+    def __init__(self, token: Tensor | None, exchange: _Exchange):
         self._token, self._exchange = token, exchange
 
     def finish(self) -> Tensor:
         """The rows, once they are here; asked for once."""
+        if self._token is None:
+            return self._exchange.finish()
         out: Tensor = _Finish.apply(self._token, self._exchange)  # type: ignore[no-untyped-call]
         return out
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from whale_torch import ops
-from whale_torch.comm.collectives import all_to_all_rows_async
+from whale_torch.comm.collectives import all_to_all_rows_async, gather_equal
 from whale_torch.comm.node_memory import NUM_SLOTS, Flag, NodeMemory
 from whale_torch.comm.routes import Arrival, node_matrix
 from whale_torch.comm.splits import Splits
@@ -86,12 +86,8 @@ class NodeRoutes:
 
     def begin(self, route: str, x: Tensor, splits: Splits, name: str) -> Arrival:
         """Starts an exchange; all mailboxes have room for it."""
-        if len(self._flights) == NUM_SLOTS:
-            self._flights.popleft().land()
         memory, row_bytes = self.memory, x.shape[1]
-        memory.number += 1
-        number = memory.number
-        memory.wait(Flag.READ, number - NUM_SLOTS, name)
+        number = self._next(name)
         key = (route, row_bytes, memory.capacity)
         places = splits.kept.get(key)
         if places is None:
@@ -102,6 +98,44 @@ class NodeRoutes:
         flight = _Flight(start(x, places, number, name))
         self._flights.append(flight)
         return flight.rows
+
+    def gather(self, x: Tensor, name: str) -> Tensor | None:
+        """Every rank's whole numbers [count] -> [size, count], in rank order; None where memory is too small for them.
+
+        They meet at each node's first rank, which exchanges them with those of other nodes.
+        """
+        row_bytes, places, size = x.numel() * x.element_size(), self._inside.size, self._group.size
+        memory = self.memory
+        if not memory.provide(row_bytes * (places + size)):
+            return None
+        number = self._next(name)
+        here, all_rows = memory.mailbox(number, 0)[: row_bytes * (places + size)].split(
+            [row_bytes * places, row_bytes * size]
+        )
+        here.view(places, row_bytes)[self._inside.index].copy_(x.view(torch.uint8))
+        memory.post(Flag.WRITTEN, number)
+        levels = self._group.levels
+        if levels is None:
+            memory.wait(Flag.WRITTEN, number, name)
+            all_rows = here
+        elif self._inside.index == 0:
+            memory.wait(Flag.WRITTEN, number, f"{name} inside a node")
+            all_rows.copy_(gather_equal(here, levels.between, name=f"{name} between nodes").view(-1))
+            memory.post(Flag.ARRIVED, number)
+        else:
+            memory.wait(Flag.ARRIVED, number, f"{name} between nodes", [0])
+        rows: Tensor = all_rows.clone().view(x.dtype).view(size, -1)
+        memory.post(Flag.READ, number)
+        self._flights.append(_Flight(lambda: rows))
+        return rows
+
+    def _next(self, name: str) -> int:
+        """The number of a new exchange, whose slot is free."""
+        if len(self._flights) == NUM_SLOTS:
+            self._flights.popleft().land()
+        self.memory.number += 1
+        self.memory.wait(Flag.READ, self.memory.number - NUM_SLOTS, name)
+        return self.memory.number
 
     def _find(self, route: str, splits: Splits, row_bytes: int) -> _Places:
         find = {"shared": self._in_one_node, "two-level shared": self._in_two_levels, "leader": self._through_leader}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -60,9 +61,16 @@ class Splits:
         return numbers
 
 
-def gather_splits(counts: Tensor, group: Group, *, name: str = "counts of rows") -> Splits:
+def gather_splits(
+    counts: Tensor,
+    group: Group,
+    *,
+    name: str = "counts of rows",
+    gather: Callable[[Tensor, str], Tensor | None] | None = None,
+) -> Splits:
     """What every rank of the group sends, from what each of them tells: counts [size * k] or [size, k], whole numbers.
 
+    gather: a faster way to bring the numbers [count] of all together, None where it cannot.
     Raises LayoutError where there are not equally many counts for each rank, or one is negative.
     """
     if counts.numel() % group.size or not counts.numel():
@@ -73,4 +81,7 @@ def gather_splits(counts: Tensor, group: Group, *, name: str = "counts of rows")
     mine = counts.detach().to("cpu", torch.int64).reshape(group.size, -1)
     if bool((mine < 0).any()):
         raise LayoutError(f"{name}: a rank cannot be sent {int(mine.min())} rows.", fix="count the rows anew")
-    return Splits(gather_equal(mine, group, name=name), group.index)
+    found = gather(mine.flatten(), name) if gather is not None else None
+    if found is None:
+        found = gather_equal(mine, group, name=name)
+    return Splits(found.view(group.size, group.size, -1), group.index)
