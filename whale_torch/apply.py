@@ -22,6 +22,7 @@ from whale_torch.comm.registry import ParameterPlace, place_of
 from whale_torch.errors import CheckpointError, PlanError, WhaleError
 from whale_torch.mesh import Group, Mesh, start
 from whale_torch.metrics import note_replicas
+from whale_torch.moe.parallel import attach_experts
 from whale_torch.optim import guard
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
@@ -126,6 +127,7 @@ def parallelize(
     if built:
         _build(model, mesh, cuts, places, seed, init_fn, frozenset(state or ()))
     regions = apply_split(model, made, mesh, cuts)
+    attach_experts(model, made, mesh)
     if places is not None:
         places.note(built)
     attach_state_hooks(model)

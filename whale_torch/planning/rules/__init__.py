@@ -5,6 +5,7 @@ from __future__ import annotations
 from whale_torch.planning.rules.attention import register_attention_rules
 from whale_torch.planning.rules.convolution import register_convolution_rules
 from whale_torch.planning.rules.embedding import register_embedding_rules
+from whale_torch.planning.rules.experts import register_expert_rules
 from whale_torch.planning.rules.huggingface import (
     ATTENTION,
     PACKED_ATTENTION,
@@ -45,4 +46,5 @@ register_linear_rules()
 register_embedding_rules()
 register_attention_rules()
 register_convolution_rules()
+register_expert_rules()
 register_huggingface_rules()

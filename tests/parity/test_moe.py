@@ -1,0 +1,107 @@
+"""Mixture of experts over ranks: n ranks are one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import whale_torch as wh
+from tests.parity.metric import relative_error
+from tests.parity.split_case import gradients_of
+from tests.world import world
+from whale_torch import moe
+
+BAR = 1e-5
+DIM = 8
+
+
+class Net(nn.Module):
+    """A layer of experts between whole ones; rows are sequences of 3 tokens."""
+
+    def __init__(self, split: dict[str, Any] | None, around: Any = None, **options: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, DIM)
+        options = {"hidden": 12, "aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
+        with wh.replica() if split is None else wh.split(**split):
+            self.ffn = moe.MoELayer(DIM, **options)
+        self.last = nn.Linear(DIM, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        out: Tensor = self.last(h + self.ffn(h, mask=x[..., 0] > -1))
+        return out
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "top2": {"num_experts": 4, "top_k": 2},
+    "top1": {"num_experts": 5, "top_k": 1},
+    "gated": {"num_experts": 3, "top_k": 2, "gated": True, "activation": "silu", "shared": nn.Linear(DIM, DIM)},
+    "prototypes": {"num_experts": 6, "top_k": 3, "gate": "prototypes", "importance_coef": 0.1},
+    "sigmoid": {"num_experts": 7, "top_k": 3, "gate": "sigmoid"},
+    "own": {
+        "num_experts": 4,
+        "top_k": 2,
+        "expert": lambda: nn.Sequential(nn.Linear(DIM, 6), nn.ReLU(), nn.Linear(6, DIM)),
+    },
+    "capacity": {"num_experts": 4, "top_k": 2, "capacity_factor": 0.6, "min_capacity": 1, "renormalize": "after"},
+    "priority": {"num_experts": 4, "top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "drop": "priority"},
+    "one expert": {"num_experts": 1, "top_k": 1},
+}
+SPLITS: dict[str, dict[str, Any] | None] = {
+    "replica": None,
+    "all": {},
+    "pairs": {"size": 2},
+    "shared": {"size": 2, "rows": "shared"},
+}
+
+
+def _trained(
+    rank: int, n: int, name: str, layout: str, counts: list[int]
+) -> tuple[float, float, float, float, list[int]]:
+    """(errors of outputs, of gradients, of parameters after two SGD steps, of the auxiliary loss, rows of experts)"""
+    torch.manual_seed(0)
+    model: Any = Net(SPLITS[layout], **EXPERTS[name])
+    model.ffn.gate.weight.data.normal_()
+    alone: Any = copy.deepcopy(model)
+    wh.parallelize(model)
+    index, feeds = wh.data_rank(model)
+    counts = counts[:feeds]
+    here = slice(sum(counts[:index]), sum(counts[: index + 1]))
+    torch.manual_seed(1)
+    outputs, gradients, losses = [], [], []
+    for _ in range(2):
+        x, y = torch.randn(sum(counts), 3, 5), torch.randint(7, (sum(counts), 3))
+        for m, part in ((model, here), (alone, slice(None))):
+            m.zero_grad()
+            z = m(x[part])
+            F.cross_entropy(z.flatten(0, 1), y[part].flatten()).backward()
+            outputs.append(z.detach())
+            losses.append(float(moe.aux_loss(m)))
+        outputs[-1] = outputs[-1][here]
+        gradients.append(relative_error(gradients_of(model), gradients_of(alone)))
+        for m in (model, alone):
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+    error = max(
+        float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(outputs[::2], outputs[1::2], strict=True)
+    )
+    loss = max(abs(a - b) for a, b in zip(losses[::2], losses[1::2], strict=True))
+    state = relative_error(wh.full_state_dict(model), alone.state_dict())
+    return error, max(gradients), state, loss, [len(p) for p in model.ffn.experts.parameters()]
+
+
+@pytest.mark.parametrize("counts", [[4] * 8, [5, 2, 1, 3, 1, 2, 7, 1]], ids=["even", "uneven"])
+@pytest.mark.parametrize("layout", SPLITS)
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.matrix(keep=3)
+def test_experts_on_ranks_are_one_process(name: str, n: int, layout: str, counts: list[int]) -> None:
+    if n == 1 and layout in ("pairs", "shared"):
+        n = 3  # with a rank that 2 do not divide there is no such split
+        layout = "all"
+    for *errors, rows in world(n, _trained, name, layout, counts):
+        assert max(errors) < BAR, (errors, rows)

@@ -1,0 +1,128 @@
+"""Experts: networks of one form, the parameters of all of them in one tensor each, expert by expert along dim 0."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from whale_torch.errors import PlanError
+
+__all__ = ["Experts", "FeedForward", "Stacked"]
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+class Experts(nn.Module):
+    """num_experts: those that the parameters hold. All parameters are [num_experts, ...]."""
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        self.num_experts = num_experts
+
+    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """Each expert on its rows: x [sum(rows), dim], those of the first expert first -> the same number of rows."""
+        raise NotImplementedError
+
+
+class FeedForward(Experts):
+    """activation(x W1 + b1) W2 + b2, or, gated, (activation(x W1) * (x W3)) W2, each of [dim, hidden]."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden: int,
+        *,
+        activation: str = "gelu",
+        gated: bool = False,
+        bias: bool | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__(num_experts)
+        if activation not in _ACTIVATIONS:
+            raise PlanError(f"activation is {activation!r}.", fix=f"one of {', '.join(map(repr, _ACTIVATIONS))}")
+        self.dim, self.hidden, self.activation, self.gated = dim, hidden, activation, gated
+        self.dropout = dropout
+        with_bias = not gated if bias is None else bias
+        self.w1, self.w2 = _parameter(num_experts, hidden, dim), _parameter(num_experts, dim, hidden)
+        self.w3 = _parameter(num_experts, hidden, dim) if gated else None
+        self.b1 = _parameter(num_experts, hidden) if with_bias else None
+        self.b2 = _parameter(num_experts, dim) if with_bias else None
+        self.b3 = _parameter(num_experts, hidden) if with_bias and gated else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear."""
+        for weight, bias in ((self.w1, self.b1), (self.w3, self.b3), (self.w2, self.b2)):
+            if weight is not None:
+                bound = 1 / math.sqrt(weight.shape[2])
+                nn.init.uniform_(weight, -bound, bound)
+                if bias is not None:
+                    nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        parts = x.split(list(rows))
+        stacks = (self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
+        each = [[None] * len(rows) if stack is None else stack.unbind(0) for stack in stacks]
+        found = [self._one(part, *of) for part, *of in zip(parts, *each, strict=True)]
+        return torch.cat(found) if found else x  # a rank without experts is sent no rows
+
+    def _one(self, x: Tensor, w1: Any, b1: Any, w2: Any, b2: Any, w3: Any, b3: Any) -> Tensor:
+        hidden = _ACTIVATIONS[self.activation](F.linear(x, w1, b1))
+        if w3 is not None:
+            hidden = hidden * F.linear(x, w3, b3)
+        if self.dropout:
+            hidden = F.dropout(hidden, self.dropout, self.training)
+        return F.linear(hidden, w2, b2)
+
+    def extra_repr(self) -> str:
+        gated = ", gated" if self.gated else ""
+        return f"{self.num_experts} x ({self.dim}, {self.hidden}), {self.activation}{gated}"
+
+
+class Stacked(Experts):
+    """Experts of a module of yours: of every parameter those of all experts in one tensor, under the name with "." as
+    "__".
+
+    Raises PlanError for modules that differ in more than values, that have buffers, or that have no parameters.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        super().__init__(len(modules))
+        first = modules[0]
+        named = [dict(module.named_parameters()) for module in modules]
+        forms = [{name: p.shape for name, p in found.items()} for found in named]
+        if any(type(m) is not type(first) or form != forms[0] for m, form in zip(modules, forms, strict=True)):
+            raise PlanError("experts of one layer have one type and one shape.", fix="build them alike")
+        if not named[0] or next(first.buffers(), None) is not None:
+            what = "no parameters" if not named[0] else f"the buffer '{next(iter(dict(first.named_buffers())))}'"
+            raise PlanError(f"an expert of type {type(first).__name__} has {what}.", fix="parameters only")
+        template = copy.deepcopy(first).to("meta")
+        object.__setattr__(self, "template", template)  # no member: its parameters are nobody's
+        self._names = {name: name.replace(".", "__") for name in named[0]}
+        for name, key in self._names.items():
+            whole = torch.stack([found[name].detach() for found in named])
+            self.register_parameter(key, nn.Parameter(whole, requires_grad=named[0][name].requires_grad))
+
+    template: nn.Module
+
+    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        self.template.train(self.training)
+        each = {name: getattr(self, key).unbind(0) for name, key in self._names.items()}
+        out = [
+            functional_call(self.template, {name: parts[number] for name, parts in each.items()}, (part,))
+            for number, part in enumerate(x.split(list(rows)))
+            if len(part) or not number
+        ]
+        return torch.cat(out) if out else x
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape))

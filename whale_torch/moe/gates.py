@@ -1,0 +1,199 @@
+"""Gates: from tokens to routes. All compute in float32, whatever the model does (bfloat16 changes the choice)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whale_torch import ops
+from whale_torch.errors import PlanError
+from whale_torch.moe.routing import Renormalize, Routing, renormalized
+
+__all__ = ["ExpertChoice", "Gate", "Hash", "Prototypes", "TopK"]
+
+
+class Gate(nn.Module):
+    """What MoELayer asks of a gate; a subclass of yours gives a Routing from `route`.
+
+    num_experts: of the layer. top_k: routes of a token. renormalize: "after": once routes were dropped for want of
+    capacity, the weights of the others are made to sum to 1.
+    """
+
+    def __init__(self, num_experts: int, top_k: int, *, renormalize: Renormalize = "none"):
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise PlanError(f"top_k is {top_k}, and there are {num_experts} experts to choose from.", fix="1 <= top_k")
+        if renormalize not in ("none", "before", "after"):
+            raise PlanError(f"renormalize is {renormalize!r}.", fix='it is "none", "before" or "after" the drop')
+        if renormalize != "none" and top_k == 1:
+            raise PlanError(
+                f'renormalize="{renormalize}" with top_k=1 makes every weight 1, so that the gate gets no gradient.',
+                fix='renormalize="none"',
+            )
+        self.num_experts, self.top_k, self.renormalize = num_experts, top_k, renormalize
+
+    def route(self, x: Tensor, mask: Tensor | None) -> Routing:
+        """The routes of tokens [T, dim]; mask [T]: which are no padding."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
+        """As `route`, without routes of padding."""
+        found = self.route(x, mask)
+        if self.renormalize == "before":
+            found = Routing(
+                found.experts, renormalized(found.weights), found.logits, found.probs, found.mask, found.order
+            )
+        return found.masked()
+
+    def update(self, counts: Tensor) -> None:
+        """Told after a step of training how many tokens of all ranks chose each expert, [num_experts]."""
+
+
+class _Linear(Gate):
+    """Scores are a linear function of tokens, without a bias.
+
+    jitter: in training tokens are multiplied by uniform numbers in [1 - jitter, 1 + jitter] before (Switch, 2.2).
+    """
+
+    def __init__(
+        self, dim: int, num_experts: int, top_k: int, *, renormalize: Renormalize = "none", jitter: float = 0.0
+    ):
+        super().__init__(num_experts, top_k, renormalize=renormalize)
+        if not 0 <= jitter < 1:
+            raise PlanError(f"jitter is {jitter}.", fix="0 <= jitter < 1")
+        self.dim, self.jitter = dim, jitter
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, num_experts], float32 or wider."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(wide)
+            if self.training and self.jitter:
+                x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+            return F.linear(x, self.weight.to(wide))
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, renormalize={self.renormalize!r}"
+
+
+class TopK(_Linear):
+    """The k experts of the largest scores: softmax (top_k=1: Switch, 2.1; 2: GShard, 2.2), or sigmoid.
+
+    second: of a top-2 gate, "random" keeps the second expert with probability min(1, 2 * its score) in training
+    (GShard, algorithm 1). bias_rate: how far the bias of an expert moves in a step towards an even load; the bias takes
+    part in the choice only (DeepSeek-V3, 2.1.2). Ties go to the lowest expert; NaN is below everything.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        renormalize: Renormalize | None = None,
+        jitter: float = 0.0,
+        second: Literal["all", "random"] = "all",
+        bias_rate: float = 0.0,
+    ):
+        default: Renormalize = "before" if top_k > 1 else "none"
+        super().__init__(
+            dim, num_experts, top_k, renormalize=default if renormalize is None else renormalize, jitter=jitter
+        )
+        if score not in ("softmax", "sigmoid"):
+            raise PlanError(f"score is {score!r}.", fix='score="softmax" or score="sigmoid"')
+        if second not in ("all", "random") or (second == "random" and top_k != 2):
+            raise PlanError(f"second={second!r} with top_k={top_k}.", fix='second="random" is for top_k=2')
+        self.score, self.second, self.bias_rate = score, second, bias_rate
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
+
+    def route(self, x: Tensor, mask: Tensor | None) -> Routing:
+        logits = self.logits(x)
+        scores, experts, probs = ops.moe_route(logits, self.top_k, score=self.score, bias=self.bias)
+        if self.second == "random" and self.training:
+            keep = torch.rand_like(scores[:, 1]) < 2 * scores[:, 1].detach()
+            experts = torch.stack((experts[:, 0], torch.where(keep, experts[:, 1], -1)), 1)
+            scores = torch.stack((scores[:, 0], scores[:, 1].where(keep, 0.0)), 1)
+        if self.score == "sigmoid":
+            probs = probs / probs.sum(1, keepdim=True)
+        return Routing(experts, scores, logits, probs, mask)
+
+    @torch.no_grad()
+    def update(self, counts: Tensor) -> None:
+        if self.bias is not None:
+            load = counts.to(self.bias.dtype)
+            self.bias += self.bias_rate * (load.mean() - load).sign()
+
+
+class Prototypes(_Linear):
+    """k groups of top-1: experts are `top_k` equal blocks, a token takes the best of each, weighed by a softmax over it.
+
+    M6-T (arXiv 2105.15082, 3.3).
+    """
+
+    def __init__(self, dim: int, num_experts: int, top_k: int = 2, *, jitter: float = 0.0):
+        super().__init__(dim, num_experts, top_k, jitter=jitter)
+        if num_experts % top_k:
+            raise PlanError(
+                f"{num_experts} experts are no {top_k} equal groups.", fix="a number of experts that top_k divides"
+            )
+
+    def route(self, x: Tensor, mask: Tensor | None) -> Routing:
+        logits = self.logits(x)
+        scores, experts, probs = ops.moe_route(logits, self.top_k, groups=self.top_k)
+        return Routing(experts, scores, logits, probs, mask)
+
+
+class ExpertChoice(_Linear):
+    """Each expert takes the tokens of its own rank that score highest, capacity_factor * T / E of them (arXiv
+    2202.09368, 3.2). A token may have none or many; what one is given depends on the others of its batch."""
+
+    def __init__(self, dim: int, num_experts: int, *, capacity_factor: float = 2.0):
+        super().__init__(dim, num_experts, num_experts)
+        self.capacity_factor = capacity_factor
+
+    def route(self, x: Tensor, mask: Tensor | None) -> Routing:
+        logits = self.logits(x)
+        probs = logits.softmax(1)
+        seen = probs if mask is None else probs.masked_fill(~mask.unsqueeze(1), -1.0)
+        tokens = len(x) if mask is None else int(mask.sum())
+        number = min(tokens, round(tokens * self.capacity_factor / self.num_experts + 0.5 - 1e-9))
+        ranks = seen.detach().argsort(dim=0, descending=True, stable=True).argsort(0)
+        numbers = torch.arange(self.num_experts, dtype=torch.int32, device=x.device)
+        experts = torch.where(ranks < number, numbers, -1)
+        return Routing(experts, torch.where(experts >= 0, probs, 0.0), logits, None, mask)
+
+
+class Hash(Gate):
+    """Fixed experts by token id (arXiv 2106.04426): call the layer with `token_ids`. Nothing is learned."""
+
+    table: Tensor
+
+    def __init__(self, num_tokens: int, num_experts: int, top_k: int = 1, *, seed: int = 0):
+        super().__init__(num_experts, top_k)
+        generator = torch.Generator().manual_seed(seed)
+        table = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)])
+        self.register_buffer("table", table.int())
+
+    def route(self, x: Tensor, mask: Tensor | None) -> Routing:
+        raise PlanError(
+            "a Hash gate chooses by token ids, and the layer was called without.", fix="moe(x, token_ids=ids)"
+        )
+
+    def of_ids(self, ids: Tensor, mask: Tensor | None) -> Routing:
+        """The routes of tokens with these ids [T]."""
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.table):
+            raise PlanError(
+                f"token ids are {int(ids.min())} to {int(ids.max())}, the table has {len(self.table)} rows."
+            )
+        experts = self.table[ids]
+        return Routing(experts, torch.full(experts.shape, 1.0 / self.top_k), mask=mask).masked()

@@ -1,0 +1,210 @@
+"""MoELayer: a feed-forward layer of which each token runs through a few experts of many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from whale_torch import ops
+from whale_torch.comm.collectives import all_gather_rows, gather_equal
+from whale_torch.errors import LayoutError, PlanError
+from whale_torch.mesh import Group
+from whale_torch.moe.balance import Coefficients, add_losses
+from whale_torch.moe.capacity import Capacity, drop, without_dropped
+from whale_torch.moe.dispatch import combine, permute
+from whale_torch.moe.experts import Experts, FeedForward, Stacked
+from whale_torch.moe.gates import Gate, Hash, Prototypes, TopK
+from whale_torch.moe.routing import Renormalize, Routing
+
+__all__ = ["Load", "MoELayer", "aux_loss"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the last call of a layer did, on this rank's tokens.
+
+    counts: routes to each expert, [num_experts]; kept: those that were not dropped for want of capacity. loss: the
+    auxiliary losses, coefficients applied, of the tokens of all ranks.
+    """
+
+    counts: Tensor
+    kept: Tensor
+    loss: Tensor
+
+
+class MoELayer(nn.Module):
+    """y[t] = sum over the chosen experts e of token t of weight[t, e] * expert_e(x[t]); what is dropped adds nothing.
+
+    Shapes: x [..., dim] -> [..., dim]. mask [...], bool: which tokens are no padding; the others get 0 and have no part
+    in capacities and losses. Alone it runs on one device; under wh.split() each rank holds a part of the experts, and
+    brings tokens of its own.
+
+    dim, hidden: widths of an expert, hidden 4 * dim by default. num_experts, top_k: as of the gate. gate: a Gate, or
+    "softmax", "sigmoid" (TopK), "prototypes". expert: builds one expert of yours, a module from [n, dim] to [n, dim];
+    or an Experts; by default two linear layers with an activation, three where gated.
+    capacity_factor, eval_capacity_factor, min_capacity, drop: of Capacity; by default nothing is dropped.
+    renormalize: weights of a token's experts are made to sum to 1: "before" or "after" routes are dropped, or "none";
+    by default "before" for top_k > 1. jitter: of the gate.
+    aux_loss_coef, z_loss_coef, importance_coef: of the losses in Coefficients, whose gradient is added at the gate:
+    there is nothing to add to the loss. shared: a module that every token runs through, added to the experts' sum.
+    Raises: PlanError for options that do not fit.
+    Reference: Shazeer 2017 (arXiv 1701.06538), GShard (2006.16668), Switch (2101.03961), M6-T (2105.15082).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int = 64,
+        top_k: int = 2,
+        *,
+        hidden: int | None = None,
+        activation: str = "gelu",
+        gated: bool = False,
+        bias: bool | None = None,
+        dropout: float = 0.0,
+        expert: Callable[[], nn.Module] | Experts | None = None,
+        gate: Gate | Literal["softmax", "sigmoid", "prototypes"] = "softmax",
+        renormalize: Renormalize | None = None,
+        jitter: float = 0.0,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+        min_capacity: int = 4,
+        drop: Literal["position", "priority"] = "position",
+        aux_loss_coef: float = 0.01,
+        z_loss_coef: float = 0.0,
+        importance_coef: float = 0.0,
+        shared: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
+        self.gate = _gate(gate, dim, num_experts, top_k, renormalize, jitter)
+        if self.gate.num_experts != num_experts:
+            raise PlanError(f"the gate has {self.gate.num_experts} experts, the layer {num_experts}.")
+        if isinstance(expert, Experts):
+            self.experts: Experts = expert
+        elif expert is not None:
+            self.experts = Stacked([expert() for _ in range(num_experts)])
+        else:
+            wide = 4 * dim if hidden is None else hidden
+            self.experts = FeedForward(
+                num_experts, dim, wide, activation=activation, gated=gated, bias=bias, dropout=dropout
+            )
+        if self.experts.num_experts != num_experts:
+            raise PlanError(f"there are {self.experts.num_experts} experts, and the layer has {num_experts}.")
+        self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop)
+        self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef)
+        self.shared = shared
+        self.load: Load | None = None
+        self._ranks: Group | None = None  # all that run this layer, on other tokens
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
+        self._check(x, mask)
+        flat = x.reshape(-1, self.dim)
+        seen = None if mask is None else mask.reshape(-1)
+        if isinstance(self.gate, Hash) and token_ids is not None:
+            routing = self.gate.of_ids(token_ids.reshape(-1), seen)
+        else:
+            routing = self.gate(flat, seen)
+        out = self._routed(flat, routing)
+        if self.shared is not None:
+            out = out + self.shared(flat)
+        return out.view(x.shape)
+
+    def _check(self, x: Tensor, mask: Tensor | None) -> None:
+        if x.dim() < 1 or x.shape[-1] != self.dim:
+            raise LayoutError(f"x has shape {tuple(x.shape)}, and the layer is for [..., {self.dim}].")
+        if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
+            raise LayoutError(
+                f"mask is {mask.dtype} of shape {tuple(mask.shape)} for x of shape {tuple(x.shape)}.",
+                fix=f"bool, of shape {tuple(x.shape[:-1])}: True for tokens, False for padding",
+            )
+
+    def _routed(self, x: Tensor, routing: Routing) -> Tensor:
+        """What the experts give tokens [T, dim]."""
+        counts = _counts(routing.experts, self.num_experts)
+        loss = torch.zeros((), device=x.device)
+        weights = routing.weights
+        routing = self._dropped(routing)
+        if self.losses.any() and routing.logits is not None and torch.is_grad_enabled() and self.training:
+            number = 1 if self._ranks is None else self._ranks.size
+            weights, loss = add_losses(routing, counts, self.losses, self._total, number, self._loss_scale)
+            routing = _with_weights(routing, weights)
+        positions, _, kept = ops.moe_positions(routing.experts, self.num_experts)
+        self.load = Load(counts, kept, loss)
+        return self._through_experts(x, positions, kept, routing.weights)
+
+    def _through_experts(self, x: Tensor, positions: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
+        rows: list[int] = kept.tolist()
+        y = self.experts(permute(x, positions, sum(rows)), rows)
+        return combine(y, positions, weights)
+
+    def _dropped(self, routing: Routing) -> Routing:
+        limits = None
+        if (
+            self.capacity.each is not None
+            or (self.capacity.factor if self.training else self.capacity.eval_factor) is not None
+        ):
+            tokens = len(routing.experts) if routing.mask is None else routing.mask.sum()
+            mine = torch.as_tensor(tokens, dtype=torch.float64).view(1)
+            number = int(self._total(mine).item())
+            limits = self.capacity.of(number, self.top_k, self.num_experts, training=self.training)
+        if limits is not None:
+            routing = drop(routing, limits, self._of_all, self.capacity.order)
+        return without_dropped(routing) if self.gate.renormalize == "after" else routing
+
+    def _total(self, x: Tensor) -> Tensor:
+        """The sum over all ranks that run the layer."""
+        if self._ranks is None or self._ranks.size == 1:
+            return x
+        return gather_equal(x, self._ranks, name="loads of experts").sum(0)
+
+    def _of_all(self, x: Tensor) -> tuple[Tensor, slice]:
+        if self._ranks is None or self._ranks.size == 1:
+            return x, slice(0, len(x))
+        sizes = gather_equal(torch.tensor([len(x)]), self._ranks, name="tokens of a layer").flatten().tolist()
+        start = sum(sizes[: self._ranks.index])
+        whole = all_gather_rows(x.contiguous(), sizes, self._ranks, name="routes of a layer")
+        return whole, slice(start, start + len(x))
+
+    def _loss_scale(self) -> float:
+        return 1.0
+
+
+def aux_loss(model: nn.Module) -> Tensor:
+    """The sum of the auxiliary losses of all MoE layers of a model in their last calls: for the log.
+
+    Their gradient is added at the gates already; adding this to the loss changes nothing but the number shown.
+    """
+    found = [m.load.loss for m in model.modules() if isinstance(m, MoELayer) and m.load is not None]
+    return torch.stack(found).sum() if found else torch.zeros(())
+
+
+def _counts(experts: Tensor, num_experts: int) -> Tensor:
+    chosen = experts[experts >= 0].to(torch.int64)
+    return torch.bincount(chosen, minlength=num_experts)
+
+
+def _with_weights(routing: Routing, weights: Tensor) -> Routing:
+    return Routing(routing.experts, weights, routing.logits, routing.probs, routing.mask, routing.order)
+
+
+def _gate(
+    gate: Gate | str, dim: int, num_experts: int, top_k: int, renormalize: Renormalize | None, jitter: float
+) -> Gate:
+    if isinstance(gate, Gate):
+        if renormalize is not None or jitter:
+            raise PlanError("a gate of your own says itself how it renormalizes and jitters.", fix="leave both out")
+        return gate
+    if gate == "prototypes":
+        if renormalize not in (None, "none"):
+            raise PlanError(
+                f'renormalize="{renormalize}" with gate="prototypes", whose weights are summed as they are.'
+            )
+        return Prototypes(dim, num_experts, top_k, jitter=jitter)
+    if gate not in ("softmax", "sigmoid"):
+        raise PlanError(f"gate is {gate!r}.", fix='"softmax", "sigmoid", "prototypes", or a whale_torch.moe.Gate')
+    return TopK(dim, num_experts, top_k, score=gate, renormalize=renormalize, jitter=jitter)  # type: ignore[arg-type]

@@ -1,0 +1,43 @@
+"""What a gate decides: the experts of every token, and with which weight each of them counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Renormalize", "Routing", "renormalized"]
+
+Renormalize = Literal["none", "before", "after"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The routes of T tokens, k each.
+
+    experts: int32 [T, k], -1 is no route. weights: [T, k]. logits, probs: [T, E], None where a gate has none; losses of
+    balance are made of them. mask: [T] bool, which tokens are no padding; None: all of them. order: int64 [T], which
+    tokens take their turn first where experts are full; None: as they stand.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    logits: Tensor | None = None
+    probs: Tensor | None = None
+    mask: Tensor | None = None
+    order: Tensor | None = None
+
+    def masked(self) -> Routing:
+        """The same without routes of padding."""
+        if self.mask is None:
+            return self
+        keep = self.mask.unsqueeze(1)
+        return replace(self, experts=torch.where(keep, self.experts, -1), weights=self.weights.where(keep, 0.0))
+
+
+def renormalized(weights: Tensor) -> Tensor:
+    """[T, k] weights that sum to 1 for each token; those of a token without any stay 0."""
+    total = weights.sum(1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1.0)
