@@ -135,7 +135,7 @@ class TopK(_Linear):
 
 
 class Prototypes(_Linear):
-    """k groups of top-1: experts are `top_k` equal blocks, a token takes the best of each, weighed by a softmax over it.
+    """k groups of top-1: experts are `top_k` equal blocks, a token takes the best of each, by a softmax over the block.
 
     M6-T (arXiv 2105.15082, 3.3).
     """
