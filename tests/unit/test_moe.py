@@ -1,0 +1,275 @@
+"""A layer of experts on one device: gates, capacity, losses, masks, against sums written out and published values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from whale_torch import moe
+from whale_torch.errors import LayoutError, PlanError
+from whale_torch.moe.balance import Coefficients, add_losses
+from whale_torch.moe.capacity import Capacity, drop, without_dropped
+from whale_torch.moe.routing import Routing, renormalized
+
+TABLE = torch.tensor(
+    [
+        [0.60, 0.30, 0.08, 0.02],
+        [0.55, 0.35, 0.06, 0.04],
+        [0.50, 0.10, 0.30, 0.10],
+        [0.40, 0.30, 0.20, 0.10],
+        [0.10, 0.70, 0.15, 0.05],
+    ]
+)
+
+
+class OfTable(moe.TopK):
+    """Whose logits are the tokens themselves."""
+
+    def logits(self, x: Tensor) -> Tensor:
+        return x + 0 * self.weight.sum()
+
+
+def _routing(k: int = 2, **options: Any) -> Routing:
+    found: Routing = OfTable(4, 4, k, **options)(TABLE.log())
+    return found
+
+
+def _one_rank(x: Tensor) -> tuple[Tensor, slice]:
+    return x, slice(0, len(x))
+
+
+# ---- routes, capacity, weights
+
+
+def test_the_largest_are_chosen_and_ties_go_to_the_lowest_expert() -> None:
+    assert _routing().experts.tolist() == [[0, 1], [0, 1], [0, 2], [0, 1], [1, 2]]
+    assert moe.TopK(3, 64, 4)(torch.zeros(2, 3)).experts.tolist() == [[0, 1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("renormalize", ["before", "after"])
+def test_dropped_by_position(renormalize: Any) -> None:
+    routing = _routing(renormalize=renormalize)
+    found = drop(routing, [2] * 4, _one_rank, "position")
+    assert (found.experts >= 0).int().tolist() == [[1, 1], [1, 0], [0, 1], [0, 0], [1, 1]]
+    weights = without_dropped(found).weights if renormalize == "after" else found.weights
+    expected = {
+        "before": [[0.666667, 0.333333], [0.611111, 0], [0, 0.375], [0, 0], [0.823529, 0.176471]],
+        "after": [[0.666667, 0.333333], [1, 0], [0, 1], [0, 0], [0.823529, 0.176471]],
+    }[renormalize]
+    torch.testing.assert_close(weights, torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+def test_dropped_by_priority() -> None:
+    """Token 4 (0.7) comes first and takes expert 1, its second choice is taken before those of the others."""
+    found = drop(_routing(renormalize="none"), [1] * 4, _one_rank, "priority")
+    assert (found.experts >= 0).int().tolist() == [[1, 0], [0, 0], [0, 0], [0, 0], [1, 1]]
+
+
+def test_nothing_dropped() -> None:
+    expected = [[0.666667, 0.333333], [0.611111, 0.388889], [0.625, 0.375], [0.571429, 0.428571], [0.823529, 0.176471]]
+    torch.testing.assert_close(_routing().weights, torch.tensor(expected), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "k", "factor", "minimum", "expected"),
+    [
+        (5, 4, 1, 1.0, 4, 4),
+        (10, 4, 1, 1.25, 0, 4),
+        (7, 3, 1, 1.0, 0, 3),
+        (3, 8, 1, 1.0, 0, 1),
+        (100, 10, 2, 1.1, 4, 22),
+    ],
+)
+def test_capacities(tokens: int, num_experts: int, k: int, factor: float, minimum: int, expected: int) -> None:
+    capacity = Capacity(factor, minimum=minimum)
+    assert capacity.of(tokens, k, num_experts, training=True) == [expected] * num_experts
+    assert capacity.of(tokens, k, num_experts, training=False) is None
+
+
+def test_prototypes() -> None:
+    gate = moe.Prototypes(2, 4, 2)
+    gate.logits = lambda x: torch.tensor([[1.0, 0, 0, 2], [0, 1, 3, 0]])  # type: ignore[method-assign]
+    routing = gate(torch.zeros(2, 2))
+    assert routing.experts.tolist() == [[0, 3], [1, 2]]
+    expected = torch.tensor([[0.7310586, 0.8807971], [0.7310586, 0.9525741]])
+    torch.testing.assert_close(routing.weights, expected)
+
+
+def test_expert_choice_takes_the_best_tokens_of_each_expert() -> None:
+    gate = moe.ExpertChoice(4, 4, capacity_factor=1.6)
+    gate.logits = lambda x: TABLE.log()  # type: ignore[method-assign]
+    experts = gate(torch.zeros(5, 4)).experts
+    chosen = [sorted((experts[:, e] >= 0).nonzero().flatten().tolist()) for e in range(4)]
+    assert chosen == [[0, 1], [1, 4], [2, 3], [2, 3]]
+
+
+def test_hash() -> None:
+    layer = moe.MoELayer(4, 3, 2, gate=moe.Hash(10, 3, 2))
+    ids = torch.tensor([[1, 7], [7, 3]])
+    x = torch.randn(2, 2, 4)
+    y = layer(x, token_ids=ids)
+    assert torch.equal(layer.gate.table[ids.flatten()].sort(1).values, layer.gate.table[ids.flatten()].sort(1).values)
+    torch.testing.assert_close(y[0, 1], layer(x[:1], token_ids=ids[:1])[0, 1])
+    with pytest.raises(PlanError, match="called without"):
+        layer(x)
+
+
+def test_nan_goes_somewhere() -> None:
+    layer = moe.MoELayer(4, 8, 2)
+    x = torch.randn(5, 4)
+    x[2] = float("nan")
+    y = layer(x)
+    assert y[2].isnan().all() and not y[[0, 1, 3, 4]].isnan().any()
+
+
+# ---- losses
+
+
+def _losses(routing: Routing, **of: float) -> float:
+    counts = torch.bincount(routing.experts[routing.experts >= 0].long(), minlength=4)
+    return float(add_losses(routing, counts, Coefficients(**of), lambda x: x, 1, lambda: 1.0)[1])
+
+
+def test_published_values_of_losses() -> None:
+    assert _losses(_routing(1), switch=1.0) == pytest.approx(1.656, abs=1e-4)
+    assert _losses(_routing(2), switch=1.0) == pytest.approx(1.3744, abs=1e-4)
+    assert _losses(_routing(2), z=1.0) == pytest.approx(0.0, abs=1e-6)
+    assert _losses(OfTable(4, 4, 2)(TABLE.log() + 1), z=1.0) == pytest.approx(1.0, abs=1e-4)
+    assert _losses(_routing(2), importance=1.0) == pytest.approx(0.344832, abs=1e-4)
+    even = torch.eye(4).repeat(3, 1) * 1e-6
+    assert _losses(OfTable(4, 4, 1)(even), switch=1.0) == pytest.approx(1.0, abs=1e-4)
+    assert _losses(OfTable(4, 4, 1)(torch.tensor([[3.0, 0, 0, 0]] * 5)), switch=1.0) == pytest.approx(
+        3.480194, abs=1e-4
+    )
+
+
+def test_padding_has_no_part() -> None:
+    routing = _routing()
+    padded = torch.cat([TABLE.log(), torch.randn(3, 4)])
+    masked = OfTable(4, 4, 2)(padded, torch.arange(8) < 5)
+    for of in ({"switch": 1.0}, {"z": 1.0}, {"importance": 1.0}):
+        assert _losses(masked, **of) == pytest.approx(_losses(routing, **of), abs=1e-6)
+    layer = moe.MoELayer(4, 4, 2, aux_loss_coef=0.5)
+    x, mask = torch.randn(2, 3, 4), torch.tensor([[True, True, False], [True, False, False]])
+    y = layer(x, mask)
+    assert (y[~mask] == 0).all()
+    torch.testing.assert_close(y[mask], layer(x[mask]))
+
+
+def test_an_even_load_has_a_finite_gradient() -> None:
+    layer = moe.MoELayer(4, 4, 1, importance_coef=1.0)
+    layer.gate.weight.data.zero_()
+    layer(torch.randn(8, 4)).sum().backward()
+    assert layer.gate.weight.grad.isfinite().all()
+
+
+class Written(nn.Module):
+    """The layer as a sum over experts, with the loss added by the caller."""
+
+    def __init__(self, layer: moe.MoELayer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, experts = self.layer.gate, self.layer.experts
+        p = F.linear(x, gate.weight).softmax(1)
+        w, chosen = p.topk(gate.top_k, 1)
+        w = renormalized(w) if gate.renormalize == "before" else w
+        out = []
+        for t in range(len(x)):
+            parts = []
+            for s in range(gate.top_k):
+                e = int(chosen[t, s])
+                hidden = F.gelu(F.linear(x[t], experts.w1[e], experts.b1[e]))
+                parts.append(w[t, s] * F.linear(hidden, experts.w2[e], experts.b2[e]))
+            out.append(torch.stack(parts).sum(0))
+        f = torch.bincount(chosen.flatten(), minlength=gate.num_experts) / chosen.numel()
+        return torch.stack(out), 0.3 * gate.num_experts * (f * p.mean(0)).sum()
+
+
+@pytest.mark.parametrize(("top_k", "recomputed"), [(1, False), (2, False), (3, True)])
+def test_a_layer_is_the_sum_written_out_and_its_loss_is_added(top_k: int, recomputed: bool) -> None:
+    torch.manual_seed(0)
+    layer = moe.MoELayer(6, 5, top_k, hidden=7, aux_loss_coef=0.3).double()
+    layer.gate.weight.data.normal_()
+    other = copy.deepcopy(layer)
+    x = torch.randn(9, 6, dtype=torch.float64)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = checkpoint(layer, a, use_reentrant=False) if recomputed else layer(a)
+    expected, loss = Written(other)(b)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(moe.aux_loss(layer).double(), loss.detach())
+    y.square().sum().backward()
+    (expected.square().sum() + loss).backward()
+    torch.testing.assert_close(a.grad, b.grad)
+    for (name, p), q in zip(layer.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+# ---- the module
+
+
+def test_autocast_runs_experts_in_half_precision_and_the_gate_in_float32() -> None:
+    layer = moe.MoELayer(16, 4, 2)
+    x = torch.randn(10, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    torch.testing.assert_close(y.float(), layer(x), atol=2e-2, rtol=2e-2)
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_copies_and_state() -> None:
+    layer = moe.MoELayer(4, 3, 2, expert=lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4)))
+    x = torch.randn(3, 4)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer.double())).float()):
+        torch.testing.assert_close(again(x), layer.float()(x))
+    expected = [f"experts.{layer}__{key}" for layer in (0, 2) for key in ("bias", "weight")]
+    assert sorted(layer.state_dict()) == [*expected, "gate.weight"]
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (1, 4), (2, 0, 4), (4,)])
+def test_few_tokens(shape: tuple[int, ...]) -> None:
+    layer = moe.MoELayer(4, 3, 2)
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    assert y.shape == shape
+    y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: moe.MoELayer(4, 3, 4), PlanError, "top_k is 4, and there are 3"),
+        (lambda: moe.MoELayer(4, 3, 1, renormalize="before"), PlanError, "the gate gets no gradient"),
+        (lambda: moe.MoELayer(4, 5, 2, gate="prototypes"), PlanError, "5 experts are no 2 equal groups"),
+        (lambda: moe.MoELayer(4, 3, 2, gate="nonsense"), PlanError, "gate is 'nonsense'"),
+        (lambda: moe.MoELayer(4, 3, 2, gate=moe.TopK(4, 5, 2)), PlanError, "the gate has 5 experts, the layer 3"),
+        (lambda: moe.MoELayer(4, 3, 2, capacity_factor=-1.0), PlanError, "capacity_factor is -1"),
+        (lambda: moe.MoELayer(4, 3, 2, expert=nn.Identity), PlanError, "Identity has no parameters"),
+        (
+            lambda: moe.MoELayer(4, 3, 2)(torch.ones(2, 5)),
+            LayoutError,
+            r"shape \(2, 5\), and the layer is for \[..., 4\]",
+        ),
+        (lambda: moe.MoELayer(4, 3, 2)(torch.ones(2, 4), torch.ones(2)), LayoutError, "mask is torch.float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_bias_follows_the_load() -> None:
+    gate = moe.TopK(4, 4, 1, score="sigmoid", bias_rate=0.1)
+    gate.update(torch.tensor([8, 0, 0, 4]))
+    assert gate.bias is not None
+    torch.testing.assert_close(gate.bias, torch.tensor([-0.1, 0.1, 0.1, -0.1]))
+    torch.testing.assert_close(gate(torch.zeros(1, 4)).experts, torch.tensor([[1]], dtype=torch.int32))
+    torch.testing.assert_close(gate(torch.zeros(1, 4)).weights, torch.tensor([[0.5]]))
