@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 
 from whale_torch.errors import PlanError
+from whale_torch.moe.feed_forward import ACTIVATIONS, Block, feed_forward
 
 __all__ = ["Experts", "FeedForward", "Stacked"]
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
 class Experts(nn.Module):
@@ -26,13 +25,22 @@ class Experts(nn.Module):
         super().__init__()
         self.num_experts = num_experts
 
+    takes_blocks: ClassVar[bool] = False
+    """Whether `on_blocks` runs experts on rows that lie anywhere."""
+
     def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         """Each expert on its rows: x [sum(rows), dim], those of the first expert first -> the same number of rows."""
+        raise NotImplementedError
+
+    def on_blocks(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
+        """Experts on their blocks of rows of x, which together are all rows."""
         raise NotImplementedError
 
 
 class FeedForward(Experts):
     """activation(x W1 + b1) W2 + b2, or, gated, (activation(x W1) * (x W3)) W2, each of [dim, hidden]."""
+
+    takes_blocks = True
 
     def __init__(
         self,
@@ -43,13 +51,11 @@ class FeedForward(Experts):
         activation: str = "gelu",
         gated: bool = False,
         bias: bool | None = None,
-        dropout: float = 0.0,
     ):
         super().__init__(num_experts)
-        if activation not in _ACTIVATIONS:
-            raise PlanError(f"activation is {activation!r}.", fix=f"one of {', '.join(map(repr, _ACTIVATIONS))}")
+        if activation not in ACTIVATIONS:
+            raise PlanError(f"activation is {activation!r}.", fix=f"one of {', '.join(map(repr, ACTIVATIONS))}")
         self.dim, self.hidden, self.activation, self.gated = dim, hidden, activation, gated
-        self.dropout = dropout
         with_bias = not gated if bias is None else bias
         self.w1, self.w2 = _parameter(num_experts, hidden, dim), _parameter(num_experts, dim, hidden)
         self.w3 = _parameter(num_experts, hidden, dim) if gated else None
@@ -68,19 +74,18 @@ class FeedForward(Experts):
                     nn.init.uniform_(bias, -bound, bound)
 
     def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        parts = x.split(list(rows))
-        stacks = (self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
-        each = [[None] * len(rows) if stack is None else stack.unbind(0) for stack in stacks]
-        found = [self._one(part, *of) for part, *of in zip(parts, *each, strict=True)]
-        return torch.cat(found) if found else x  # a rank without experts is sent no rows
+        ends = list(accumulate(rows))
+        return self.on_blocks(
+            x, [(e, end - number, end) for e, (number, end) in enumerate(zip(rows, ends, strict=True))]
+        )
 
-    def _one(self, x: Tensor, w1: Any, b1: Any, w2: Any, b2: Any, w3: Any, b3: Any) -> Tensor:
-        hidden = _ACTIVATIONS[self.activation](F.linear(x, w1, b1))
-        if w3 is not None:
-            hidden = hidden * F.linear(x, w3, b3)
-        if self.dropout:
-            hidden = F.dropout(hidden, self.dropout, self.training)
-        return F.linear(hidden, w2, b2)
+    def on_blocks(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
+        given = (x, self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            given = tuple(None if t is None else t.to(dtype) for t in given)  # type: ignore[assignment]
+        x, *stacks = given
+        return feed_forward(x, blocks, self.activation, *stacks)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         gated = ", gated" if self.gated else ""

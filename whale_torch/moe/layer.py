@@ -65,7 +65,6 @@ class MoELayer(nn.Module):
         activation: str = "gelu",
         gated: bool = False,
         bias: bool | None = None,
-        dropout: float = 0.0,
         expert: Callable[[], nn.Module] | Experts | None = None,
         gate: Gate | Literal["softmax", "sigmoid", "prototypes"] = "softmax",
         renormalize: Renormalize | None = None,
@@ -90,9 +89,7 @@ class MoELayer(nn.Module):
             self.experts = Stacked([expert() for _ in range(num_experts)])
         else:
             wide = 4 * dim if hidden is None else hidden
-            self.experts = FeedForward(
-                num_experts, dim, wide, activation=activation, gated=gated, bias=bias, dropout=dropout
-            )
+            self.experts = FeedForward(num_experts, dim, wide, activation=activation, gated=gated, bias=bias)
         if self.experts.num_experts != num_experts:
             raise PlanError(f"there are {self.experts.num_experts} experts, and the layer has {num_experts}.")
         self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop)

@@ -19,6 +19,10 @@ from whale_torch.strategies.split_rules import SplitModule, register_class
 __all__ = ["SplitMoELayer", "attach_experts"]
 
 
+_FEW_SOURCES = 4
+"""Up to here a product for every source and expert is cheaper than sorting rows by expert."""
+
+
 class SplitMoELayer(SplitModule, MoELayer):
     """Its experts are this rank's; every rank of the region brings tokens of its own.
 
@@ -51,11 +55,24 @@ class SplitMoELayer(SplitModule, MoELayer):
             counts[rank, : len(part)] = part
         splits = self._rows.splits(counts)
         lengths = splits.counts[:, self._index, : self._width].contiguous()  # [source, expert]
-        here = lengths.to(x.device)
         rows = self._rows(permute(x, positions, int(kept.sum()), back=size), splits)
-        y = self.experts(ops.moe_chunk_sort(rows, here), lengths.sum(0).tolist())
-        y = self._rows(ops.moe_chunk_sort(y, here, inverse=True), splits.transposed)
+        y = self._rows(self._on_rows(rows, lengths), splits.transposed)
         return combine(y, positions, weights, back=1 / size)
+
+    def _on_rows(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        """Experts on rows that lie source by source, and expert by expert for each: lengths [source, expert]."""
+        if self.experts.takes_blocks and len(lengths) <= _FEW_SOURCES:
+            ends = lengths.flatten().cumsum(0).view(lengths.shape).tolist()
+            counts = lengths.tolist()
+            blocks = [
+                (e, end[e] - count[e], end[e])
+                for e in range(self._width)
+                for end, count in zip(ends, counts, strict=True)
+            ]
+            return self.experts.on_blocks(rows, blocks)
+        here = lengths.to(rows.device)
+        y = self.experts(ops.moe_chunk_sort(rows, here), lengths.sum(0).tolist())
+        return ops.moe_chunk_sort(y, here, inverse=True)
 
 
 def attach_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
