@@ -51,6 +51,8 @@ class MoELayer(nn.Module):
     by default "before" for top_k > 1. jitter: of the gate.
     aux_loss_coef, z_loss_coef, importance_coef: of the losses in Coefficients, whose gradient is added at the gate:
     there is nothing to add to the loss. shared: a module that every token runs through, added to the experts' sum.
+    wire_dtype: what tokens are cast to while they travel between ranks. node_memory: whether ranks of one host exchange
+    them through memory that they share.
     Raises: PlanError for options that do not fit.
     Reference: Shazeer 2017 (arXiv 1701.06538), GShard (2006.16668), Switch (2101.03961), M6-T (2105.15082).
     """
@@ -77,6 +79,8 @@ class MoELayer(nn.Module):
         z_loss_coef: float = 0.0,
         importance_coef: float = 0.0,
         shared: nn.Module | None = None,
+        wire_dtype: torch.dtype | None = None,
+        node_memory: bool = True,
     ):
         super().__init__()
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
@@ -95,6 +99,7 @@ class MoELayer(nn.Module):
         self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop)
         self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef)
         self.shared = shared
+        self.wire_dtype, self.node_memory = wire_dtype, node_memory
         self.load: Load | None = None
         self._ranks: Group | None = None  # all that run this layer, on other tokens
 

@@ -55,8 +55,9 @@ class SplitMoELayer(SplitModule, MoELayer):
             counts[rank, : len(part)] = part
         splits = self._rows.splits(counts)
         lengths = splits.counts[:, self._index, : self._width].contiguous()  # [source, expert]
-        rows = self._rows(permute(x, positions, int(kept.sum()), back=size), splits)
-        y = self._rows(self._on_rows(rows, lengths), splits.transposed)
+        sent, wire = permute(x, positions, int(kept.sum()), back=size), self.wire_dtype
+        rows = self._rows(sent, splits, wire_dtype=wire)
+        y = self._rows(self._on_rows(rows, lengths), splits.transposed, wire_dtype=wire)
         return combine(y, positions, weights, back=1 / size)
 
     def _on_rows(self, rows: Tensor, lengths: Tensor) -> Tensor:
@@ -78,15 +79,17 @@ class SplitMoELayer(SplitModule, MoELayer):
 def attach_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Gives MoE layers the groups that they need; called on all ranks, after parameters were cut."""
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    exchanges: dict[str, AllToAll] = {}
+    exchanges: dict[tuple[str, bool], AllToAll] = {}
     for layer in layers:
         ranks = mesh.group("ranks of a layer of experts", plan.device("replica").copies, channel="loads of experts")
         layer.__dict__["_ranks"] = ranks
         if isinstance(layer, SplitMoELayer):
             device = plan.device(plan.taskgraph_of(layer._cut.module).device)
-            if device.name not in exchanges:
-                exchanges[device.name] = AllToAll(mesh, f"{device.name} experts", device.columns, channel="experts")
-            layer.__dict__["_rows"] = exchanges[device.name]
+            key = device.name, layer.node_memory
+            if key not in exchanges:
+                name = f"{device.name} experts"
+                exchanges[key] = AllToAll(mesh, name, device.columns, channel="experts", shared=layer.node_memory)
+            layer.__dict__["_rows"] = exchanges[key]
 
 
 register_class("MoELayer", "experts", SplitMoELayer)

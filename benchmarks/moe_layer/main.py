@@ -1,0 +1,127 @@
+"""A layer of experts on two ranks, forward and backward: `python -m benchmarks.moe_layer`.
+
+All variants alternate in one world of two ranks of loopback, one thread each: a dense layer of equal operations,
+whale's MoELayer with its tokens through gloo and through shared memory, a chain of torch's operations, fairscale's layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import whale_torch as wh
+from benchmarks.cluster import Cluster
+from benchmarks.harness import Report, Step, Trace, add_arguments, interleave, summarize
+from benchmarks.moe_layer.peers import Chain, Dense, fairscale_layer
+from whale_torch.moe import MoELayer
+
+__all__ = ["main"]
+
+_SIZES = {"A": (2048, 512, 1024, 8, 2), "B": (2048, 256, 256, 64, 8)}
+"""Tokens of a rank, dim, hidden, experts, top_k."""
+_BARS = {
+    ("A", "float32"): {"gloo": 1.10, "memory": 1.05},
+    ("A", "bfloat16"): {"gloo": 1.30, "memory": 1.15},
+    ("B", "float32"): {"gloo": 1.35, "memory": 1.2},
+    ("B", "bfloat16"): {"memory": 1.4},
+}
+"""At most so many times the dense layer."""
+_OVER_FAIRSCALE = {"gloo": 2.8, "memory": 3.1}
+_OVER_CHAIN = {"gloo": 1.1, "memory": 1.3}
+
+
+def _whale(size: str, dtype: torch.dtype, *, node_memory: bool) -> nn.Module:
+    _, dim, hidden, num_experts, top_k = _SIZES[size]
+    torch.manual_seed(0)
+    with wh.split():
+        layer = MoELayer(dim, num_experts, top_k, hidden=hidden, aux_loss_coef=0.0, node_memory=node_memory)
+    model = nn.Sequential(layer).to(dtype)
+    return wh.parallelize(model)
+
+
+def _made(name: str, size: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    _, dim, hidden, num_experts, top_k = _SIZES[size]
+    if name == "dense":
+        return Dense(dim, hidden, top_k).to(dtype)
+    if name in ("gloo", "memory"):
+        return _whale(size, dtype, node_memory=name == "memory")
+    if name == "chain":
+        return Chain(dim, hidden, num_experts, top_k).to(dtype)
+    layer = fairscale_layer(dim, hidden, num_experts)
+    return lambda x: layer(x.view(8, -1, dim)).view(x.shape)
+
+
+def _measure(
+    rank: int, names: list[str], size: str, dtype_name: str, steps: int, warmup: int
+) -> tuple[dict[str, Trace], float]:
+    """(traces, the largest share of all rows that one rank's experts had)"""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    torch.manual_seed(rank)
+    tokens, dim = _SIZES[size][:2]
+    x = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(tokens, dim, dtype=dtype)
+    layers = {name: _made(name, size, dtype) for name in names}
+
+    def step(name: str) -> Step:
+        def run(number: int) -> None:
+            x.grad = None
+            layers[name](x).backward(upstream)
+
+        return run
+
+    traces = interleave({name: step(name) for name in names}, steps=steps, warmup=warmup)
+    return traces, _imbalance(layers)
+
+
+def _imbalance(layers: dict[str, Any]) -> float:
+    layer = next((layers[name][0] for name in ("gloo", "memory") if name in layers), None)
+    if layer is None:
+        return 1.0
+    counts = layer.load.kept.clone()
+    dist.all_reduce(counts)
+    of_rank = counts.view(dist.get_world_size(), -1).sum(1)
+    return float(of_rank.max() / of_rank.float().mean())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.moe_layer", description=__doc__)
+    parser.add_argument("--sizes", default="A,B", help="with commas between (default: all)")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="with commas between (default: all)")
+    add_arguments(parser, ("dense", "gloo", "memory", "chain", "fairscale"), steps=12)
+    options = parser.parse_args()
+    report = Report("moe_layer", "A layer of experts on two ranks, against a dense one of equal operations.")
+    rows = []
+    with Cluster(1, 2) as cluster:
+        for size in options.sizes.split(","):
+            for dtype in options.dtypes.split(","):
+                whole = size == "A" and dtype == "float32"  # fairscale's gate is for top-2, and float32
+                names = [name for name in options.variants if name != "fairscale" or whole]
+                found = cluster.run(_measure, names, size, dtype, options.steps, options.warmup)
+                summaries = summarize([traces for traces, _ in found])
+                dense = summaries["dense"].minimum_s
+                for name, own in summaries.items():
+                    times = [f"{1e3 * s:.1f}" for s in (own.minimum_s, own.median_s)]
+                    rows.append([size, dtype, name, *times, f"{own.minimum_s / dense:.3f}x", f"{found[0][1]:.3f}"])
+                _bars(report, size, dtype, {name: own.minimum_s for name, own in summaries.items()})
+                report.data(**{f"{size}_{dtype}": summaries})
+    headers = ["size", "dtype", "variant", "ms, min", "ms, median", "over dense", "fullest rank over mean"]
+    report.table("Forward and backward of one layer", headers, rows)
+    return report.finish(options)
+
+
+def _bars(report: Report, size: str, dtype: str, seconds: dict[str, float]) -> None:
+    for name, bound in _BARS[size, dtype].items():
+        if name in seconds:
+            report.bar(f"{size} {dtype}, {name}: over dense", seconds[name] / seconds["dense"], at_most=bound)
+    for peer, bounds, wanted in (("fairscale", _OVER_FAIRSCALE, ("A",)), ("chain", _OVER_CHAIN, ("B",))):
+        for name, bound in bounds.items():
+            if size in wanted and {name, peer} <= seconds.keys():
+                report.bar(f"{size} {dtype}, {name}: {peer} over it", seconds[peer] / seconds[name], at_least=bound)
