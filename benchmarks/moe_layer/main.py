@@ -1,7 +1,7 @@
 """A layer of experts on two ranks, forward and backward: `python -m benchmarks.moe_layer`.
 
 All variants alternate in one world of two ranks of loopback, one thread each: a dense layer of equal operations,
-whale's MoELayer with its tokens through gloo and through shared memory, a chain of torch's operations, fairscale's layer.
+whale's MoELayer with its tokens through gloo and through shared memory, a chain of torch's operations, and fairscale's.
 """
 
 from __future__ import annotations
