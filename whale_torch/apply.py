@@ -127,7 +127,7 @@ def parallelize(
     if built:
         _build(model, mesh, cuts, places, seed, init_fn, frozenset(state or ()))
     regions = apply_split(model, made, mesh, cuts)
-    attach_experts(model, made, mesh)
+    has_experts = attach_experts(model, made, mesh)
     if places is not None:
         places.note(built)
     attach_state_hooks(model)
@@ -141,7 +141,7 @@ def parallelize(
     if programs is None:
         runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
     else:
-        runtime = PipelineRuntime(model, made, mesh, regions, reader, programs, seed)
+        runtime = PipelineRuntime(model, made, mesh, regions, reader, programs, seed, meets=has_experts)
         if places is not None:
             runtime.let_go(model, places)
             model.to(mesh.device)

@@ -105,3 +105,111 @@ def test_experts_on_ranks_are_one_process(name: str, n: int, layout: str, counts
         layout = "all"
     for *errors, rows in world(n, _trained, name, layout, counts):
         assert max(errors) < BAR, (errors, rows)
+
+
+class Stages(nn.Module):
+    """A layer of experts in each of two stages."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, DIM), nn.Linear(DIM, 7)
+        self.a, self.b = (moe.MoELayer(DIM, 4, 2, hidden=12, aux_loss_coef=0.2, **options) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        h = h + self.a(h)
+        h = h + self.b(h, mask=x[..., 0] > -1)
+        return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
+
+
+def _in_stages(inside: Any) -> nn.Module:
+    one, other = wh.stage(), wh.stage()
+    scopes = {"first": one, "a": (one, *inside()), "b": (other, *inside()), "last": other}
+    return wh.annotate(Stages(), scopes, inside=wh.pipeline(num_micro_batches=2, num_ranks=2))
+
+
+INSIDE: dict[str, Any] = {
+    "whole": lambda: (),
+    "experts on ranks": lambda: (wh.split(),),
+    "of shared rows": lambda: (wh.split(rows="shared"),),
+}
+
+
+def _piped(rank: int, n: int, inside: str, counts: list[int]) -> tuple[float, float, float]:
+    """(errors of the loss, of gradients, of parameters after two SGD steps)"""
+    torch.manual_seed(0)
+    model: Any = _in_stages(INSIDE[inside])
+    alone: Any = copy.deepcopy(model)
+    wh.parallelize(model)
+    index, feeds = wh.data_rank(model)
+    counts = counts[:feeds]
+    here = slice(sum(counts[:index]), sum(counts[: index + 1]))
+    torch.manual_seed(1)
+    losses, gradients = [], []
+    for _ in range(2):
+        x, y = torch.randn(sum(counts), 3, 5), torch.randint(7, (sum(counts), 3))
+        values = []
+        for m, part in ((model, here), (alone, slice(None))):
+            m.zero_grad()
+            if m is model:
+                loss = m(x[part], y[part])
+                loss.backward()
+            else:
+                loss = _by_micro_batches(m, x, y, counts)
+            values.append(loss.detach())
+        losses.append(float((values[0] - values[1]).abs()))
+        gradients.append(relative_error(gradients_of(model), gradients_of(alone)))
+        for m in (model, alone):
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+    return max(losses), max(gradients), relative_error(wh.full_state_dict(model), alone.state_dict())
+
+
+def _by_micro_batches(model: Any, x: Tensor, y: Tensor, counts: list[int]) -> Tensor:
+    """One process: a loss of balance is of all tokens that the layer sees at once, those of one micro-batch each."""
+    starts = [sum(counts[:k]) for k in range(len(counts))]
+    cut = [[part + start for part in torch.arange(n).tensor_split(2)] for start, n in zip(starts, counts, strict=True)]
+    total = torch.zeros(())
+    for parts in zip(*cut, strict=True):
+        rows = torch.cat(parts)
+        share = len(rows) / len(x)
+        for layer in (model.a, model.b):
+            layer.loss_factor = share
+        loss = model(x[rows], y[rows]) * share
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+@pytest.mark.parametrize("counts", [[4, 4, 4, 4], [5, 3, 2, 6]], ids=["even", "uneven"])
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.matrix(keep=1)
+def test_experts_in_stages_are_one_process(n: int, inside: str, counts: list[int]) -> None:
+    for errors in world(n, _piped, inside, counts):
+        assert max(errors) < BAR
+
+
+def _few(rank: int, n: int) -> tuple[str, float]:
+    """(what is said of a batch of one sample beside one of four, error of the outputs of a call that all can make)"""
+    torch.manual_seed(0)
+    model: Any = _in_stages(INSIDE["experts on ranks"])
+    alone: Any = copy.deepcopy(model)
+    wh.parallelize(model)
+    index, _ = wh.data_rank(model)
+    torch.manual_seed(1)
+    x, y = torch.randn(5, 3, 5), torch.randint(7, (5, 3))
+    part = slice(0, 1) if index == 0 else slice(1, 5)
+    try:
+        model(x[part], y[part])
+        said = ""
+    except wh.LayoutError as error:
+        said = str(error)
+    with torch.no_grad():
+        part = slice(0, 2) if index == 0 else slice(2, 5)
+        return said, float((model.eval()(x[part], y[part]) - alone.eval()(x[part], y[part])).abs())
+
+
+def test_pipelines_with_experts_cut_their_batches_alike() -> None:
+    for said, error in world(4, _few):
+        assert "into [1, 2, 1, 2] micro-batches" in said or "into [1, 1, 2, 2] micro-batches" in said, said
+        assert error < BAR

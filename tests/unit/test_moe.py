@@ -134,7 +134,7 @@ def test_nan_goes_somewhere() -> None:
 
 def _losses(routing: Routing, **of: float) -> float:
     counts = torch.bincount(routing.experts[routing.experts >= 0].long(), minlength=4)
-    return float(add_losses(routing, counts, Coefficients(**of), lambda x: x, 1, lambda: 1.0)[1])
+    return float(add_losses(routing, counts, Coefficients(**of), lambda x: x, 1)[1])
 
 
 def test_published_values_of_losses() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whale_torch.comm.loss_part import loss_part
 from whale_torch.moe.routing import Routing
 
 __all__ = ["Coefficients", "add_losses"]
@@ -35,26 +36,36 @@ class Coefficients:
 
 
 def add_losses(
-    routing: Routing, counts: Tensor, of: Coefficients, total: Sum, num_ranks: int, scale: Callable[[], float]
+    routing: Routing, counts: Tensor, of: Coefficients, total: Sum, num_ranks: int, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """(weights of the routes, whose backward gives the gate the losses' gradient; the losses, coefficients applied).
 
     counts: routes of this rank to each expert, before any was dropped. num_ranks: over which gradients are averaged.
-    scale: what the loss is multiplied by before backward.
+    factor: what the model's loss is multiplied by.
     """
     logits, probs, mask = routing.logits, routing.probs, routing.mask
     assert logits is not None
+    part = loss_part()
     with torch.enable_grad():
         p = (logits.softmax(1) if probs is None else probs).detach().requires_grad_()
         z = logits.detach().requires_grad_()
         seen = torch.ones(len(p), dtype=p.dtype, device=p.device) if mask is None else mask.to(p.dtype)
         importance = (p * seen.unsqueeze(1)).sum(0)
         squares = (z.logsumexp(1).square() * seen).sum()
-        mine = torch.cat([importance.detach(), squares.detach().view(1), seen.sum().view(1), counts.to(p.dtype)])
+        mine = torch.cat(
+            [
+                importance.detach(),
+                squares.detach().view(1),
+                seen.sum().view(1),
+                p.new_tensor([part.share]),
+                counts.to(p.dtype),
+            ]
+        )
         of_all = total(mine)
         num_experts = p.shape[1]
+        factor *= float(of_all[num_experts + 2]) / num_ranks  # the part of the step's rows that all these tokens are
         tokens = of_all[num_experts + 1].clamp(min=1)
-        routes = of_all[num_experts + 2 :]
+        routes = of_all[num_experts + 3 :]
         # sums over all ranks, of which this rank's part has a gradient
         whole = importance + (of_all[:num_experts] - importance.detach())
         all_squares = squares + (of_all[num_experts] - squares.detach())
@@ -70,7 +81,7 @@ def add_losses(
         d = p.detach() * (dp - (dp * p.detach()).sum(1, keepdim=True))
         given = [(logits, d + (0 if dz is None else dz))]
     for source, grad in given:
-        weights = _AddGradient.apply(weights, source, grad * num_ranks, scale)  # type: ignore[no-untyped-call]
+        weights = _AddGradient.apply(weights, source, grad, num_ranks * factor, part.scale)  # type: ignore[no-untyped-call]
     return weights, loss.detach()
 
 
@@ -78,12 +89,12 @@ class _AddGradient(torch.autograd.Function):
     """The first argument; its backward gives the second one a gradient that is known already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, grad: Tensor, scale: Callable[[], float]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, source: Tensor, grad: Tensor, factor: float, scale: Callable[[], float]) -> Tensor:
         ctx.save_for_backward(grad)
-        ctx.scale, ctx.dtype = scale, source.dtype
+        ctx.factor, ctx.scale, ctx.dtype = factor, scale, source.dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (grad,) = ctx.saved_tensors
-        return grads[0], (grad * ctx.scale()).to(ctx.dtype), None, None
+        return grads[0], (grad * (ctx.factor * ctx.scale())).to(ctx.dtype), None, None, None

@@ -35,6 +35,11 @@ class Gate(nn.Module):
             )
         self.num_experts, self.top_k, self.renormalize = num_experts, top_k, renormalize
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers in training."""
+        return False
+
     def route(self, x: Tensor, mask: Tensor | None) -> Routing:
         """The routes of tokens [T, dim]; mask [T]: which are no padding."""
         raise NotImplementedError
@@ -70,6 +75,10 @@ class _Linear(Gate):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
+
+    @property
+    def draws(self) -> bool:
+        return self.jitter > 0
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, num_experts], float32 or wider."""
@@ -115,6 +124,10 @@ class TopK(_Linear):
         self.score, self.second, self.bias_rate = score, second, bias_rate
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
+
+    @property
+    def draws(self) -> bool:
+        return super().draws or self.second == "random"
 
     def route(self, x: Tensor, mask: Tensor | None) -> Routing:
         logits = self.logits(x)

@@ -19,6 +19,7 @@ from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import Gate, Hash, Prototypes, TopK
 from whale_torch.moe.routing import Renormalize, Routing
+from whale_torch.trace.tweaks import register_tweak
 
 __all__ = ["Load", "MoELayer", "aux_loss"]
 
@@ -50,7 +51,9 @@ class MoELayer(nn.Module):
     renormalize: weights of a token's experts are made to sum to 1: "before" or "after" routes are dropped, or "none";
     by default "before" for top_k > 1. jitter: of the gate.
     aux_loss_coef, z_loss_coef, importance_coef: of the losses in Coefficients, whose gradient is added at the gate:
-    there is nothing to add to the loss. shared: a module that every token runs through, added to the experts' sum.
+    there is nothing to add to the loss. It is as large as that of a loss which is added to the model's, scaled as
+    wh.GradScaler(model) scales that; what else a loop multiplies its loss by (1 / k for k calls before a step) goes
+    into `layer.loss_factor`. shared: a module that every token runs through, added to the experts' sum.
     wire_dtype: what tokens are cast to while they travel between ranks. node_memory: whether ranks of one host exchange
     them through memory that they share.
     Raises: PlanError for options that do not fit.
@@ -100,6 +103,7 @@ class MoELayer(nn.Module):
         self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef)
         self.shared = shared
         self.wire_dtype, self.node_memory = wire_dtype, node_memory
+        self.loss_factor = 1.0
         self.load: Load | None = None
         self._ranks: Group | None = None  # all that run this layer, on other tokens
 
@@ -112,6 +116,21 @@ class MoELayer(nn.Module):
         else:
             routing = self.gate(flat, seen)
         out = self._routed(flat, routing)
+        if self.shared is not None:
+            out = out + self.shared(flat)
+        return out.view(x.shape)
+
+    def as_recorded(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
+        """Another forward of the same shape and about as many operations, for tensors without values."""
+        self._check(x, mask)
+        flat = x.reshape(-1, self.dim)
+        if self.training and self.gate.draws:
+            flat = flat + 0 * torch.rand_like(flat)
+        rows = flat.repeat(self.top_k, 1)
+        out: Tensor = self.experts(rows, [len(rows)] + [0] * (self.experts.num_experts - 1))
+        out = out.view(self.top_k, *flat.shape).sum(0)
+        for weight in self.gate.parameters():
+            out = out + 0 * (flat @ weight.to(flat.dtype).t()).sum()
         if self.shared is not None:
             out = out + self.shared(flat)
         return out.view(x.shape)
@@ -133,7 +152,7 @@ class MoELayer(nn.Module):
         routing = self._dropped(routing)
         if self.losses.any() and routing.logits is not None and torch.is_grad_enabled() and self.training:
             number = 1 if self._ranks is None else self._ranks.size
-            weights, loss = add_losses(routing, counts, self.losses, self._total, number, self._loss_scale)
+            weights, loss = add_losses(routing, counts, self.losses, self._total, number, self.loss_factor)
             routing = _with_weights(routing, weights)
         positions, _, kept = ops.moe_positions(routing.experts, self.num_experts)
         self.load = Load(counts, kept, loss)
@@ -172,8 +191,12 @@ class MoELayer(nn.Module):
         whole = all_gather_rows(x.contiguous(), sizes, self._ranks, name="routes of a layer")
         return whole, slice(start, start + len(x))
 
-    def _loss_scale(self) -> float:
-        return 1.0
+
+@register_tweak
+def _record(module: nn.Module) -> None:
+    """Which experts a token takes, and so how many rows go where, cannot be told without values."""
+    if isinstance(module, MoELayer):
+        module.__dict__["forward"] = module.as_recorded
 
 
 def aux_loss(model: nn.Module) -> Tensor:

@@ -76,8 +76,11 @@ class SplitMoELayer(SplitModule, MoELayer):
         return ops.moe_chunk_sort(y, here, inverse=True)
 
 
-def attach_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Gives MoE layers the groups that they need; called on all ranks, after parameters were cut."""
+def attach_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> bool:
+    """Gives MoE layers the groups that they need, and says whether there are any.
+
+    Called on all ranks, after parameters were cut.
+    """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     exchanges: dict[tuple[str, bool], AllToAll] = {}
     for layer in layers:
@@ -90,6 +93,7 @@ def attach_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
                 name = f"{device.name} experts"
                 exchanges[key] = AllToAll(mesh, name, device.columns, channel="experts", shared=layer.node_memory)
             layer.__dict__["_rows"] = exchanges[key]
+    return bool(layers)
 
 
 register_class("MoELayer", "experts", SplitMoELayer)

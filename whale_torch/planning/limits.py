@@ -70,7 +70,7 @@ def _check_nesting(graph: TaskGraph, scope: Annotation) -> None:
     innermost = graph.annotations[-1] if graph.annotations else None
     if innermost is None or innermost.kind != "split":
         return
-    if "stage" in kinds and innermost.get("rows") == "own":
+    if "stage" in kinds and innermost.get("rows") == "own" and not graph.experts:
         raise PlanError(
             f"{innermost.call} of '{graph.modules[0]}' is inside a stage, whose ranks all get the same micro-batch of "
             "their pipeline.",

@@ -127,7 +127,7 @@ def _build(
 def _split_size(graph: TaskGraph, cluster: Cluster, ranks: int) -> int:
     """Ranks of a split. Raises PlanError where they do not cut `ranks`, all of the world or of a stage."""
     asked = graph.option("split", "size")
-    nested = any(a.kind == "replica" for a in graph.annotations) and ranks == cluster.num_ranks
+    nested = any(a.kind == "replica" for a in graph.annotations) and ranks == cluster.num_ranks and not graph.experts
     if asked is None and nested:
         asked = cluster.ranks_per_node
         if asked is None:
@@ -153,6 +153,8 @@ def _rows_mode(graph: TaskGraph) -> str:
     asked = graph.option("split", "rows")
     if asked is not None:
         return str(asked)
+    if graph.experts:
+        return "own"
     return "shared" if any(a.kind in ("replica", "stage") for a in graph.annotations) else "own"
 
 

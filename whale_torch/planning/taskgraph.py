@@ -10,9 +10,10 @@ from torch import nn
 from whale_torch.annotation import Annotation, effective_annotations
 from whale_torch.errors import PlanError
 
-__all__ = ["Grouping", "TaskGraph", "group_modules"]
+__all__ = ["EXPERTS", "Grouping", "TaskGraph", "group_modules"]
 
 _RUNS = ("replica", "split")
+EXPERTS = "whale_torch.moe.layer.MoELayer"
 _PLACED = (*_RUNS, "pipeline", "stage")
 # What serves a similar end today, by the scope that this version does not run.
 _INSTEAD = {
@@ -27,7 +28,8 @@ class TaskGraph:
     """A maximal set of modules under one annotation: the unit of planning and of error messages.
 
     index: in module order. kind: "replica" or "split". annotations: outer to inner. modules: its topmost names.
-    device: name of its VirtualDevice. num_parameters: whole ones, counted once.
+    device: name of its VirtualDevice. num_parameters: whole ones, counted once. experts: whether all are layers of
+    experts, to which every rank brings rows of its own.
     """
 
     index: int
@@ -36,6 +38,7 @@ class TaskGraph:
     modules: tuple[str, ...]
     device: str = ""
     num_parameters: int = 0
+    experts: bool = False
 
     @property
     def site(self) -> str:
@@ -74,6 +77,7 @@ def group_modules(model: nn.Module, default: tuple[Annotation, ...]) -> Grouping
     Raises AnnotationError for scopes that do not nest, PlanError for strategies that this version does not run.
     """
     effective = effective_annotations(model, complete=True)
+    modules = dict(model.named_modules(remove_duplicate=False))
     keys: dict[tuple[int, ...], int] = {}
     roots: list[list[str]] = []
     kinds: list[tuple[Annotation, ...]] = []
@@ -99,8 +103,14 @@ def group_modules(model: nn.Module, default: tuple[Annotation, ...]) -> Grouping
         grouping.graph_of[name] = index
     for index, (names, acting) in enumerate(zip(roots, kinds, strict=True)):
         inner = [a for a in acting if a.kind in _RUNS]
-        grouping.graphs.append(TaskGraph(index, inner[-1].kind if inner else "replica", acting, tuple(names)))
+        kind = inner[-1].kind if inner else "replica"
+        experts = kind == "split" and all(_of_experts(modules[name]) for name in names)
+        grouping.graphs.append(TaskGraph(index, kind, acting, tuple(names), experts=experts))
     return grouping
+
+
+def _of_experts(module: nn.Module) -> bool:
+    return f"{type(module).__module__}.{type(module).__qualname__}" == EXPERTS
 
 
 def _check_runs(annotations: tuple[Annotation, ...]) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from whale_torch.planning.layout import Shard, balanced
 from whale_torch.planning.rules.registry import Cut, RuleContext, register_rule_by_name
+from whale_torch.planning.taskgraph import EXPERTS
 
 __all__ = ["register_expert_rules"]
 
@@ -25,4 +26,4 @@ def _plan_experts(module: nn.Module, name: str, context: RuleContext) -> list[Cu
 
 def register_expert_rules() -> None:
     """The rule of whale_torch.moe.MoELayer."""
-    register_rule_by_name("whale_torch.moe.layer.MoELayer", _plan_experts)
+    register_rule_by_name(EXPERTS, _plan_experts)

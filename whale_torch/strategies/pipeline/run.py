@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from whale_torch.comm.collectives import broadcast, gather_equal
+from whale_torch.comm.loss_part import LossPart
 from whale_torch.comm.messages import Message, Messages
 from whale_torch.planning.schedules import Action, Schedule, simulate
 from whale_torch.strategies.pipeline.bridges import Deliver, DeliverLater
@@ -67,6 +68,7 @@ class Run:
             anchor=runtime.anchor,
             roots=self._roots(),
             store=self._store,
+            parts=[LossPart(share, lambda: self._scale) for share in shares],
             ended=self._ended,
         )
 

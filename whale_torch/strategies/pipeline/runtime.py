@@ -54,7 +54,8 @@ class PipelineRuntime(Runtime):
 
     programs: made before anything of the model was cut. pipeline: this rank's pipeline, in order of its places; wires:
     the same ranks, for messages between stages.
-    replicas: the ranks that run the same stages on other batches. peak: the most forwards, of micro-batches at own
+    replicas: the ranks that run the same stages on other batches; meets: whether modules of theirs exchange what they
+    compute of each micro-batch. peak: the most forwards, of micro-batches at own
     stages, that ever waited for their backward.
     """
 
@@ -67,6 +68,8 @@ class PipelineRuntime(Runtime):
         reader: BatchReader,
         programs: Programs,
         seed: int,
+        *,
+        meets: bool = False,
     ):
         assert plan.pipeline is not None
         device = plan.device("replica")
@@ -80,6 +83,7 @@ class PipelineRuntime(Runtime):
         if SlicedModules(plan.taskgraphs):
             self._fed_alike = mesh.group("ranks of a split", device.fed_alike, channel="slices")
         self.programs = programs
+        self._meets = meets and self.replicas.size > 1
         self.anchor = torch.zeros((), device=mesh.device, requires_grad=True)
         self.peak = 0
         self.seed, self.number = seed, 0
@@ -282,8 +286,8 @@ class PipelineRuntime(Runtime):
         """
         code = self._trained_code.code if grad else 0
         seen = self._witness.take() if grad and self._witness is not None else 0
-        told = torch.tensor([batch.digest, batch.rows, len(counts), code, program, seen])
-        group = self.mesh.everyone() if grad else self.pipeline
+        told = torch.tensor([batch.digest, batch.rows, len(counts), code, program, seen, len(rows)])
+        group = self.mesh.everyone() if grad or self._meets else self.pipeline
         if group.size > 1:
             self._check_fed(group, gather_equal(told, group, name="what a pipeline is fed").tolist())
         mine = torch.cat([counts, torch.tensor([float(batch.rows)], dtype=torch.float64)])
@@ -317,6 +321,12 @@ class PipelineRuntime(Runtime):
             raise LayoutError(
                 f"the pipelines count {sorted({row[2] - 1 for row in rows})} terms of the loss.",
                 fix="call the model in one way on all replicas",
+            )
+        if self._meets and any(row[6] != rows[0][6] for row in rows):
+            raise LayoutError(
+                f"pipelines with layers of experts cut their batches of {[row[1] for row in rows]} samples into "
+                f"{[row[6] for row in rows]} micro-batches: ranks exchange tokens micro-batch by micro-batch.",
+                fix="feed every pipeline as many samples as there are micro-batches, or more; and call it equally often",
             )
         odd = next((rank for rank in group.ranks if table[rank][3] != rows[0][3]), None)
         if odd is not None:

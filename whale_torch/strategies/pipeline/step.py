@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from whale_torch.comm.columns import Columns
+from whale_torch.comm.loss_part import LossPart
 from whale_torch.comm.messages import Form, Message, Messages
 from whale_torch.errors import LayoutError
 from whale_torch.strategies.pipeline.bridges import Enter
@@ -52,7 +53,8 @@ class Step:
 
     grad: whether backwards follow. find: the live module, parameter or buffer that a Node of a stage names.
     seed: of this step; every stage and micro-batch draws from a stream of its own. roots: of what the last stage
-    returns, places of the tensors that backward starts at. store: keeps what weight parts need. ended: called with
+    returns, places of the tensors that backward starts at. store: keeps what weight parts need. parts: of the loss, by
+    micro-batch. ended: called with
     stage and micro-batch after each backward, of one in two parts after its weight part. peak: the most forwards whose
     backward was not through.
     """
@@ -68,13 +70,14 @@ class Step:
         anchor: Tensor,
         roots: Sequence[int],
         store: WeightStore,
+        parts: Sequence[LossPart],
         ended: Callable[[int, int], None] = lambda stage, micro_batch: None,
     ):
         self.micro_batches, self.messages, self.grad = micro_batches, messages, grad
         self.results: dict[int, tuple[Tensor, ...]] = {}
         self.peak = 0
         self._find, self._seed, self._anchor, self._roots, self._ended = find, seed, anchor, roots, ended
-        self._store = store
+        self._store, self._parts = store, parts
         self._alive: dict[tuple[int, int], _Alive] = {}
         self._waiting: set[tuple[int, int]] = set()  # for their weight part
 
@@ -84,7 +87,7 @@ class Step:
         program, alive = batch.programs[stage], _Alive()
         self._store.begin(stage, number)
         received = self._receive(program, number, alive)
-        with self._stream(program, stage, number), torch.set_grad_enabled(self.grad):
+        with self._stream(program, stage, number), torch.set_grad_enabled(self.grad), self._parts[number].entered():
             values, results = program.run(batch.inputs, batch.counts, received, self._find)
         for goal, nodes in program.sends.items():
             tensors = [_rows_of(values[node]) for node in nodes]
@@ -135,7 +138,8 @@ class Step:
                 _pair(edges, arrived, roots, grads)
         _pair(alive.results, seeds, roots, grads)
         if roots:
-            with torch.autocast(self._anchor.device.type, enabled=False):  # as a user's backward would run
+            autocast = torch.autocast(self._anchor.device.type, enabled=False)  # as a user's backward would run
+            with autocast, self._parts[number].entered():
                 torch.autograd.backward(roots, grads)
         for source, (slot, tensors) in alive.slots.items():
             sent = [torch.zeros_like(x) if g is None else g for g, x in zip(slot, tensors, strict=True)]
