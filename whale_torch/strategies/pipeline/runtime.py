@@ -326,7 +326,7 @@ class PipelineRuntime(Runtime):
             raise LayoutError(
                 f"pipelines with layers of experts cut their batches of {[row[1] for row in rows]} samples into "
                 f"{[row[6] for row in rows]} micro-batches: ranks exchange tokens micro-batch by micro-batch.",
-                fix="feed every pipeline as many samples as there are micro-batches, or more; and call it equally often",
+                fix="feed every pipeline as many samples as there are micro-batches, or more, and call it as often",
             )
         odd = next((rank for rank in group.ranks if table[rank][3] != rows[0][3]), None)
         if odd is not None:
