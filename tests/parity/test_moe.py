@@ -51,6 +51,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "capacity": {"num_experts": 4, "top_k": 2, "capacity_factor": 0.6, "min_capacity": 1, "renormalize": "after"},
     "priority": {"num_experts": 4, "top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "drop": "priority"},
     "one expert": {"num_experts": 1, "top_k": 1},
+    "in chunks": {"num_experts": 4, "top_k": 2, "chunks": 3},
+    "through gloo": {"num_experts": 5, "top_k": 2, "chunks": 2, "node_memory": False},
 }
 SPLITS: dict[str, dict[str, Any] | None] = {
     "replica": None,
@@ -213,3 +215,47 @@ def test_pipelines_with_experts_cut_their_batches_alike() -> None:
     for said, error in world(4, _few):
         assert "into [1, 2, 1, 2] micro-batches" in said or "into [1, 1, 2, 2] micro-batches" in said, said
         assert error < BAR
+
+
+def _clipped(rank: int, n: int, layout: str) -> tuple[float, float, float, float]:
+    """(error of the norm of all gradients, of the gradients clipped by it, of gradients under a scaler, skipped)"""
+    torch.manual_seed(0)
+    model: Any = Net(SPLITS[layout], **EXPERTS["top2"])
+    alone: Any = copy.deepcopy(model)
+    wh.parallelize(model)
+    index, feeds = wh.data_rank(model)
+    torch.manual_seed(1)
+    x, y = torch.randn(2 * feeds, 3, 5), torch.randint(7, (2 * feeds, 3))
+    here = slice(2 * index, 2 * index + 2)
+
+    def loss(m: Any, part: slice) -> Tensor:
+        return F.cross_entropy(m(x[part]).flatten(0, 1), y[part].flatten())
+
+    for m, part in ((model, here), (alone, slice(None))):
+        loss(m, part).backward()
+    norms = wh.clip_grad_norm_(model, 0.1), torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    clipped = relative_error(gradients_of(model), gradients_of(alone))
+    scaler = wh.GradScaler(model, init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for m in (model, alone):
+        m.zero_grad()
+    scaler.scale(loss(model, here)).backward()
+    scaler.unscale_(optimizer)
+    loss(alone, slice(None)).backward()
+    scaled = relative_error(gradients_of(model), gradients_of(alone))
+    if rank == 0 and len(model.ffn.experts.w1):  # an overflow in one expert skips the step on all ranks
+        model.ffn.experts.w1.grad[0, 0, 0] = float("inf")
+    scaler = wh.GradScaler(model, init_scale=1024.0)
+    scaler.scale(torch.zeros((), requires_grad=True))
+    scaler.step(optimizer)
+    scaler.update()
+    return float((norms[0] - norms[1]).abs()), clipped, scaled, scaler.get_scale()
+
+
+@pytest.mark.parametrize("layout", ["all", "pairs"])
+@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.matrix(keep=1)
+def test_each_expert_counts_once_in_norms_and_overflows(n: int, layout: str) -> None:
+    for *errors, scale in world(n, _clipped, layout):
+        assert max(errors) < BAR, errors
+        assert scale == 512.0

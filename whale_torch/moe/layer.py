@@ -55,7 +55,8 @@ class MoELayer(nn.Module):
     wh.GradScaler(model) scales that; what else a loop multiplies its loss by (1 / k for k calls before a step) goes
     into `layer.loss_factor`. shared: a module that every token runs through, added to the experts' sum.
     wire_dtype: what tokens are cast to while they travel between ranks. node_memory: whether ranks of one host exchange
-    them through memory that they share.
+    them through memory that they share. chunks: parts of the tokens, of which one travels while experts run on another:
+    for links that are slow beside the experts.
     Raises: PlanError for options that do not fit.
     Reference: Shazeer 2017 (arXiv 1701.06538), GShard (2006.16668), Switch (2101.03961), M6-T (2105.15082).
     """
@@ -84,6 +85,7 @@ class MoELayer(nn.Module):
         shared: nn.Module | None = None,
         wire_dtype: torch.dtype | None = None,
         node_memory: bool = True,
+        chunks: int = 1,
     ):
         super().__init__()
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
@@ -102,7 +104,9 @@ class MoELayer(nn.Module):
         self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop)
         self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef)
         self.shared = shared
-        self.wire_dtype, self.node_memory = wire_dtype, node_memory
+        if chunks < 1:
+            raise PlanError(f"chunks is {chunks}.", fix="1, or as many parts as travel beside each other")
+        self.wire_dtype, self.node_memory, self.chunks = wire_dtype, node_memory, chunks
         self.loss_factor = 1.0
         self.load: Load | None = None
         self._ranks: Group | None = None  # all that run this layer, on other tokens
@@ -154,14 +158,16 @@ class MoELayer(nn.Module):
             number = 1 if self._ranks is None else self._ranks.size
             weights, loss = add_losses(routing, counts, self.losses, self._total, number, self.loss_factor)
             routing = _with_weights(routing, weights)
-        positions, _, kept = ops.moe_positions(routing.experts, self.num_experts)
+        out, kept = self._through_experts(x, routing)
         self.load = Load(counts, kept, loss)
-        return self._through_experts(x, positions, kept, routing.weights)
+        return out
 
-    def _through_experts(self, x: Tensor, positions: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
+    def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """(the sum of what a token's experts give, tokens of each expert)"""
+        positions, _, kept = ops.moe_positions(routing.experts, self.num_experts)
         rows: list[int] = kept.tolist()
         y = self.experts(permute(x, positions, sum(rows)), rows)
-        return combine(y, positions, weights)
+        return combine(y, positions, routing.weights), kept
 
     def _dropped(self, routing: Routing) -> Routing:
         limits = None

@@ -10,13 +10,24 @@ from torch import Tensor, nn
 from whale_torch import ops
 from whale_torch.comm.all2all import AllToAll
 from whale_torch.comm.slices import join, parts_of, take
+from whale_torch.comm.splits import Splits
 from whale_torch.mesh import Mesh
 from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.layer import MoELayer
+from whale_torch.moe.routing import Routing
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.split_rules import SplitModule, register_class
 
 __all__ = ["SplitMoELayer", "attach_experts"]
+
+
+class _Chunk:
+    """Tokens that travel together."""
+
+    def __init__(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int):
+        self.x, self.weights = x, weights
+        self.positions, _, self.kept = ops.moe_positions(experts.contiguous(), num_experts)
+        self.num_rows = int(self.kept.sum())
 
 
 _FEW_SOURCES = 4
@@ -48,17 +59,45 @@ class SplitMoELayer(SplitModule, MoELayer):
         (out,) = join([super().forward(mine, seen, token_ids=ids)], [0], tokens, twins)
         return out.view(x.shape)
 
-    def _through_experts(self, x: Tensor, positions: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
-        size, widths = self._region.columns.size, self._cut.widths
-        counts = torch.zeros(size, max(widths), dtype=torch.int64)
-        for rank, part in enumerate(kept.cpu().split(list(widths))):
-            counts[rank, : len(part)] = part
-        splits = self._rows.splits(counts)
-        lengths = splits.counts[:, self._index, : self._width].contiguous()  # [source, expert]
-        sent, wire = permute(x, positions, int(kept.sum()), back=size), self.wire_dtype
-        rows = self._rows(sent, splits, wire_dtype=wire)
-        y = self._rows(self._on_rows(rows, lengths), splits.transposed, wire_dtype=wire)
-        return combine(y, positions, weights, back=1 / size)
+    def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        size = self._region.columns.size
+        parts = parts_of(len(x), self.chunks)
+        chunks = [
+            _Chunk(part, experts, weights, self.num_experts)
+            for part, experts, weights in zip(
+                x.split(parts), routing.experts.split(parts), routing.weights.split(parts), strict=True
+            )
+        ]
+        splits = self._splits([chunk.kept for chunk in chunks])
+        wire = self.wire_dtype
+        there = [
+            self._rows.begin(permute(c.x, c.positions, c.num_rows, back=size), split, wire_dtype=wire)
+            for c, split in zip(chunks, splits, strict=True)
+        ]
+        back = []
+        for underway, split in zip(there, splits, strict=True):
+            lengths = split.counts[:, self._index, : self._width].contiguous()  # [source, expert]
+            y = self._on_rows(underway.finish(), lengths)
+            back.append(self._rows.begin(y, split.transposed, wire_dtype=wire))
+        found = [
+            combine(underway.finish(), c.positions, c.weights, back=1 / size)
+            for underway, c in zip(back, chunks, strict=True)
+        ]
+        kept = torch.stack([chunk.kept for chunk in chunks]).sum(0)
+        return (found[0] if len(found) == 1 else torch.cat(found)), kept
+
+    def _splits(self, kept: list[Tensor]) -> list[Splits]:
+        """How many rows of each chunk go to each expert, of all ranks: one exchange for all chunks."""
+        size, widths = self._region.columns.size, list(self._cut.widths)
+        counts = torch.zeros(size, len(kept), max(widths), dtype=torch.int64)
+        for number, of_chunk in enumerate(kept):
+            for rank, part in enumerate(of_chunk.cpu().split(widths)):
+                counts[rank, number, : len(part)] = part
+        whole = self._rows.splits(counts.view(size, -1))
+        if len(kept) == 1:
+            return [whole]
+        by_chunk = whole.counts.view(size, size, len(kept), -1)
+        return [Splits(by_chunk[:, :, number].contiguous(), whole.index) for number in range(len(kept))]
 
     def _on_rows(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """Experts on rows that lie source by source, and expert by expert for each: lengths [source, expert]."""
