@@ -27,6 +27,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(5, DIM)
         options = {"hidden": 12, "aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
+        options["gate"] = made() if callable(made := options.get("gate", "softmax")) else made
         with wh.replica() if split is None else wh.split(**split):
             self.ffn = moe.MoELayer(DIM, **options)
         self.last = nn.Linear(DIM, 7)
@@ -43,6 +44,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gated": {"num_experts": 3, "top_k": 2, "gated": True, "activation": "silu", "shared": nn.Linear(DIM, DIM)},
     "prototypes": {"num_experts": 6, "top_k": 3, "gate": "prototypes", "importance_coef": 0.1},
     "sigmoid": {"num_experts": 7, "top_k": 3, "gate": "sigmoid"},
+    "biased": {"num_experts": 4, "top_k": 2, "gate": lambda: moe.TopK(DIM, 4, 2, score="sigmoid", bias_rate=0.3)},
     "own": {
         "num_experts": 4,
         "top_k": 2,

@@ -266,6 +266,24 @@ def test_what_does_not_fit_is_refused(make: Any, error: type[Exception], message
         make()
 
 
+def test_a_step_tells_the_gate_once_of_what_was_trained() -> None:
+    layer = moe.MoELayer(4, 3, 1, gate=moe.TopK(4, 3, 1, bias_rate=0.5))
+    told: list[list[int]] = []
+    layer.gate.update = lambda counts: told.append(counts.tolist())  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    seen = torch.zeros(3, dtype=torch.int64)
+    for recomputed in (False, True):
+        x = torch.randn(5, 4, requires_grad=True)
+        y = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        seen += layer.load.counts
+        y.sum().backward()
+    layer(torch.randn(7, 4))  # nobody takes a gradient of it
+    optimizer.step()
+    optimizer.step()
+    torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.0).step()
+    assert told == [seen.tolist()]
+
+
 def test_the_bias_follows_the_load() -> None:
     gate = moe.TopK(4, 4, 1, score="sigmoid", bias_rate=0.1)
     gate.update(torch.tensor([8, 0, 0, 4]))

@@ -53,8 +53,13 @@ class Gate(nn.Module):
             )
         return found.masked()
 
+    @property
+    def follows_load(self) -> bool:
+        """Whether `update` is to be called."""
+        return False
+
     def update(self, counts: Tensor) -> None:
-        """Told after a step of training how many tokens of all ranks chose each expert, [num_experts]."""
+        """Told after a step of an optimizer how many tokens of all ranks chose each expert since the last, [E]."""
 
 
 class _Linear(Gate):
@@ -139,6 +144,10 @@ class TopK(_Linear):
         if self.score == "sigmoid":
             probs = probs / probs.sum(1, keepdim=True)
         return Routing(experts, scores, logits, probs, mask)
+
+    @property
+    def follows_load(self) -> bool:
+        return self.bias is not None
 
     @torch.no_grad()
     def update(self, counts: Tensor) -> None:

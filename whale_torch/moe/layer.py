@@ -14,6 +14,7 @@ from whale_torch.comm.collectives import all_gather_rows, gather_equal
 from whale_torch.errors import LayoutError, PlanError
 from whale_torch.mesh import Group
 from whale_torch.moe.balance import Coefficients, add_losses
+from whale_torch.moe.bias import note_choices
 from whale_torch.moe.capacity import Capacity, drop, without_dropped
 from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
@@ -157,6 +158,9 @@ class MoELayer(nn.Module):
         if self.losses.any() and routing.logits is not None and torch.is_grad_enabled() and self.training:
             number = 1 if self._ranks is None else self._ranks.size
             weights, loss = add_losses(routing, counts, self.losses, self._total, number, self.loss_factor)
+            routing = _with_weights(routing, weights)
+        if self.gate.follows_load and torch.is_grad_enabled() and self.training:
+            weights = note_choices(self.gate, routing.weights, counts, self._total)
             routing = _with_weights(routing, weights)
         out, kept = self._through_experts(x, routing)
         self.load = Load(counts, kept, loss)
