@@ -261,3 +261,39 @@ def test_each_expert_counts_once_in_norms_and_overflows(n: int, layout: str) -> 
     for *errors, scale in world(n, _clipped, layout):
         assert max(errors) < BAR, errors
         assert scale == 512.0
+
+
+def test_the_plan_says_where_experts_are_and_what_tokens_move() -> None:
+    """4 ranks, 6 samples of 3 tokens each: a token goes to 2 experts and back, and so its gradients."""
+    model = Net({}, **EXPERTS["top2"])
+    estimated, counted = (wh.plan(model, cluster=wh.Cluster.of(1, 4), **given) for given in ({}, _sample(6)))
+    text = str(counted)
+    assert "experts x 4 (EP)" in text and "tokens to experts and back" in text and "TP" not in text
+    (row,) = [row for row in counted.traffic if row.what == "tokens"]
+    assert row.sent_bytes == 4 * (6 * 3 * 2) * DIM * 4 * 3 / 4
+    assert any(row.what == "tokens" for row in estimated.traffic)
+    assert wh.Plan.from_json(counted.to_json()) == counted
+    inside_replica = wh.annotate(moe.MoELayer(DIM, 4), {"": (wh.replica(), wh.split())})
+    assert wh.plan(inside_replica, cluster=wh.Cluster.of(2, 2)).num_feeds == 4
+
+
+def _sample(rows: int) -> dict[str, Any]:
+    return {"sample_inputs": torch.randn(rows, 3, 5)}
+
+
+def _built_on_meta(rank: int, n: int) -> tuple[list[tuple[int, ...]], float]:
+    """(shapes of the experts' parameters, how far outputs are from one process's with the same values)"""
+    with torch.device("meta"):
+        model: Any = Net({}, **EXPERTS["own"])
+    wh.parallelize(model)
+    alone: Any = Net({}, **EXPERTS["own"])
+    alone.load_state_dict(wh.full_state_dict(model))
+    x = torch.randn(4, 3, 5)
+    with torch.no_grad():
+        error = float((model.eval()(x) - alone.eval()(x)).abs().max())
+    return [tuple(p.shape) for p in model.ffn.experts.parameters()], error
+
+
+def test_a_layer_built_on_meta_holds_its_own_experts() -> None:
+    for shapes, error in world(2, _built_on_meta):
+        assert all(shape[0] == 2 for shape in shapes) and error < BAR

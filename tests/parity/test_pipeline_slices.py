@@ -400,5 +400,5 @@ def test_the_plan_says_what_slices_move() -> None:
     assert sum(plan.pipeline.sliced_bytes) == 2 * 6 * 5 * WIDTH * 4
     (row,) = [row for row in plan.traffic if row.what == "slices"]
     assert row.where == "2 ranks" and row.sent_bytes == 6 * 5 * WIDTH * 4
-    assert "slices" in str(plan)
+    assert "outputs of modules on slices" in str(plan)
     assert wh.Plan.from_json(plan.to_json()) == plan

@@ -81,7 +81,7 @@ class FeedForward(Experts):
 
     def on_blocks(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
         given = (x, self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             given = tuple(None if t is None else t.to(dtype) for t in given)  # type: ignore[assignment]
         x, *stacks = given
@@ -117,6 +117,25 @@ class Stacked(Experts):
             self.register_parameter(key, nn.Parameter(whole, requires_grad=named[0][name].requires_grad))
 
     template: nn.Module
+
+    def reset_parameters(self) -> None:
+        """As the modules that were stacked initialise themselves."""
+        whole = copy.deepcopy(self.template)
+        for number in range(self.num_experts):
+            one = whole.to_empty(device=getattr(self, next(iter(self._names.values()))).device)
+            for module in one.modules():
+                reset = getattr(module, "reset_parameters", None)
+                if reset is None and module._parameters:
+                    raise PlanError(
+                        f"an expert's {type(module).__name__} was built on the meta device and has no "
+                        "reset_parameters().",
+                        fix="give it one, or build the model with memory",
+                    )
+                if reset is not None:
+                    reset()
+            with torch.no_grad():
+                for name, parameter in one.named_parameters():
+                    getattr(self, self._names[name])[number].copy_(parameter)
 
     def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         self.template.train(self.training)

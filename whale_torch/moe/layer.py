@@ -113,6 +113,8 @@ class MoELayer(nn.Module):
         self._ranks: Group | None = None  # all that run this layer, on other tokens
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
+        if x.is_meta:
+            return self.as_recorded(x, mask, token_ids=token_ids)
         self._check(x, mask)
         flat = x.reshape(-1, self.dim)
         seen = None if mask is None else mask.reshape(-1)
@@ -131,8 +133,9 @@ class MoELayer(nn.Module):
         flat = x.reshape(-1, self.dim)
         if self.training and self.gate.draws:
             flat = flat + 0 * torch.rand_like(flat)
-        rows = flat.repeat(self.top_k, 1)
-        out: Tensor = self.experts(rows, [len(rows)] + [0] * (self.experts.num_experts - 1))
+        out = flat.repeat(self.top_k, 1)
+        if all(len(stack) for stack in self.experts.parameters()):
+            out = self.experts(out, [len(out)] + [0] * (self.experts.num_experts - 1))
         out = out.view(self.top_k, *flat.shape).sum(0)
         for weight in self.gate.parameters():
             out = out + 0 * (flat @ weight.to(flat.dtype).t()).sum()

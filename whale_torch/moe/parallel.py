@@ -47,6 +47,9 @@ class SplitMoELayer(SplitModule, MoELayer):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         twins = self._region.twins
+        if x.is_meta:
+            self._count_bytes(x)
+            return self.as_recorded(x, mask, token_ids=token_ids)
         if twins.size == 1:
             return super().forward(x, mask, token_ids=token_ids)
         self._check(x, mask)
@@ -58,6 +61,13 @@ class SplitMoELayer(SplitModule, MoELayer):
         seen, ids = (None if of is None else of.reshape(-1)[part] for of in (mask, token_ids))
         (out,) = join([super().forward(mine, seen, token_ids=ids)], [0], tokens, twins)
         return out.view(x.shape)
+
+    def _count_bytes(self, x: Tensor) -> None:
+        """Of a rehearsal: every route there and back, and its gradient, if all ranks get equally many."""
+        columns = self._region.columns
+        dtype = self.wire_dtype or x.dtype
+        moved = x.numel() * self.top_k * dtype.itemsize / self._region.twins.size
+        columns.count(4 * moved * (columns.size - 1) / columns.size, "tokens")
 
     def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         size = self._region.columns.size

@@ -39,7 +39,7 @@ _COUNT_BYTES = 48
 _LOSS_BYTES = 72
 _ID_BYTES = 8
 # A pipeline: what it is fed, the counts of a loss with one mean in it, its value.
-_FED_BYTES, _LOSS_COUNT_BYTES, _LOSS_VALUE_BYTES = 48, 24, 8
+_FED_BYTES, _LOSS_COUNT_BYTES, _LOSS_VALUE_BYTES = 56, 24, 8
 
 
 def price(plan: Plan, model: nn.Module) -> Plan:
@@ -292,6 +292,8 @@ def _moved(cut: Cut, device: VirtualDevice, rows: int, *, read_before: bool, end
     found: list[tuple[str, float]] = []
     header = float(_HEADER_BYTES * (size - 1))
     enters, leaves = 4.0 * rows * cut.elements_in, 4.0 * rows * cut.elements_out
+    if cut.role == "experts":  # each row there and back, and so its gradient
+        return [("tokens", 4 * enters * (size - 1) / size)]
     if cut.rule == "Embedding":
         found.append(("ids", _ID_BYTES * rows * (feeds - 1) + (header if feeds > 1 else 0)))
     elif cut.role == "rows" and enters:  # the columns of a plain tensor: elements_in are those of one rank

@@ -93,12 +93,16 @@ def _ranks_in_short(ranks: Sequence[int]) -> str:
 
 
 def _parallelism(plan: Plan) -> str:
-    """Data and tensor parallelism in words, and how large the global batch is."""
-    sizes = [f"x {size}" for size in sorted({device.size for device in plan.devices}) if size > 1]
+    """Data, tensor and expert parallelism in words, and how large the global batch is."""
+    sizes, of_experts = (
+        [f"x {size}" for size in sorted({plan.device(graph.device).size for graph in graphs}) if size > 1]
+        for graphs in ([g for g in plan.taskgraphs if not g.experts], [g for g in plan.taskgraphs if g.experts])
+    )
     ways = [f"Data parallel x {plan.num_feeds} (DP)"]
     piped = _is_piped(plan)
     ways += [f"pipeline x {plan.device('replica').num_places} (PP)"] if piped else []
     ways += [f"tensor-split {' and '.join(sizes)} (TP)"] if sizes else []
+    ways += [f"experts {' and '.join(of_experts)} (EP)"] if of_experts else []
     fed = "a pipeline" if piped else "a rank" if plan.feed_size == 1 else "a replica"
     times = "the batch you feed" if plan.num_feeds == 1 else f"{plan.num_feeds} x the batch you feed {fed}"
     if plan.world == 1:
@@ -291,6 +295,8 @@ _LOSS, _COUNTS = "losses over split classes", "numbers of samples and labels"
 # What an operation, estimated or counted, moves: several of them serve one purpose.
 _PURPOSES = {
     "gradients": "gradients, to be averaged",
+    "tokens": "tokens to experts and back, and their gradients",
+    "slices": "outputs of modules on slices, and gradients of their inputs",
     "stage outputs": _BETWEEN_STAGES,
     "outputs of a pipeline": "outputs of the last stage, to every rank",
     **dict.fromkeys(["rows in", "columns in", "ids", "ids of a split embedding"], _INPUTS),
