@@ -203,7 +203,9 @@ def check_chunk_sort(
     device: str, sources: int, experts: int, d: int, dtype: torch.dtype, *, layout: str = "dense"
 ) -> None:
     generator = _generator(sources, experts, d, 9)
-    lengths = torch.randint(0, 9, (sources, experts), generator=generator) * torch.randint(0, 2, (sources, experts))
+    lengths = torch.randint(0, 9, (sources, experts), generator=generator) * torch.randint(
+        0, 2, (sources, experts), generator=generator
+    )
     for behind in (0, 4):
         x = _draw((int(lengths.sum()) + behind, d), dtype, layout, 10)
         for inverse in (False, True):

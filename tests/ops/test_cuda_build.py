@@ -22,8 +22,9 @@ def test_no_kernel_spills(source: Path, arch: int, tmp_path: Path) -> None:
     assert NVCC is not None
     include = Path(torch.__file__).parent / "include"
     command = [
-        NVCC, "-O3", "-std=c++20", "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v", "-DTORCH_TARGET_VERSION=0x020b000000000000",
-        "-isystem", str(include), str(source), "-o", str(tmp_path / "kernels.cubin"),
+        NVCC, "-O3", "-std=c++20", "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000", "-isystem", str(include),
+        str(source), "-o", str(tmp_path / "kernels.cubin"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
