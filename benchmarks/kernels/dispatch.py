@@ -58,8 +58,11 @@ class _Routed:
     weights: Tensor
     positions: Tensor  # int32 [tokens, k]
     rows: Tensor  # the same, int64 and flat: the row of each route
+    route_of_row: Tensor
     token_of_row: Tensor
-    weight_of_row: Tensor  # [rows, 1], in y's dtype
+
+    def weight_of_row(self) -> Tensor:
+        return self.weights.flatten()[self.route_of_row].to(self.y.dtype)[:, None]
 
     @staticmethod
     def draw(size: Size, dtype: torch.dtype) -> _Routed:
@@ -70,23 +73,22 @@ class _Routed:
         route_of_row[rows] = torch.arange(len(rows))
         weights = torch.rand(size.tokens, size.k)
         x, y = torch.randn(size.tokens, size.dim).to(dtype), torch.randn(len(rows), size.dim).to(dtype)
-        of_row = weights.flatten()[route_of_row].to(dtype)[:, None]
-        return _Routed(x, y, weights, positions, rows, route_of_row // size.k, of_row)
+        return _Routed(x, y, weights, positions, rows, route_of_row, route_of_row // size.k)
 
 
 def combine(size: Size, dtype: torch.dtype) -> Variants:
     """The weighted sum of each token's rows, into a new tensor. The chains sum in y's dtype."""
     r = _Routed.draw(size, dtype)
-    weights, shape = r.weights.to(dtype), (size.tokens, size.k, size.dim)
+    shape = (size.tokens, size.k, size.dim)
 
     def index_add() -> object:
-        return torch.zeros(size.tokens, size.dim, dtype=dtype).index_add_(0, r.token_of_row, r.y * r.weight_of_row)
+        return torch.zeros(size.tokens, size.dim, dtype=dtype).index_add_(0, r.token_of_row, r.y * r.weight_of_row())
 
     def bmm() -> object:
-        return torch.bmm(weights[:, None], r.y.index_select(0, r.rows).view(shape))[:, 0]
+        return torch.bmm(r.weights.to(dtype)[:, None], r.y.index_select(0, r.rows).view(shape))[:, 0]
 
     def gathered_sum() -> object:
-        return (r.y.index_select(0, r.rows).view(shape) * weights[:, :, None]).sum(1)
+        return (r.y.index_select(0, r.rows).view(shape) * r.weights.to(dtype)[:, :, None]).sum(1)
 
     whale = partial(ops.moe_combine, r.y, r.positions, r.weights)
     return {"whale": whale, "index_add": index_add, "bmm": bmm, "gather + sum": gathered_sum}
@@ -98,7 +100,7 @@ def combine_into(size: Size, dtype: torch.dtype) -> Variants:
     out, rows, theirs = torch.empty_like(r.x), torch.empty_like(r.y), torch.empty_like(r.x)
 
     def index_add() -> object:
-        torch.mul(r.y, r.weight_of_row, out=rows)
+        torch.mul(r.y, r.weight_of_row(), out=rows)
         return theirs.zero_().index_add_(0, r.token_of_row, rows)
 
     return {"whale": partial(ops.moe_combine, r.y, r.positions, r.weights, out=out), "index_add": index_add}
@@ -110,7 +112,7 @@ def combine_backward(size: Size, dtype: torch.dtype) -> Variants:
 
     def chain() -> object:
         dy = r.x.index_select(0, r.token_of_row)
-        return dy * r.weight_of_row, (dy * r.y).sum(1)[r.rows]
+        return dy * r.weight_of_row(), (dy * r.y).sum(1)[r.rows]
 
     return {"whale": partial(ops.moe_combine_backward, r.x, r.y, r.positions, r.weights), "chain": chain}
 
