@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from whale_torch import ops
 
-__all__ = ["Size", "combine", "combine_backward", "combine_into", "permute", "permute_into", "route"]
+__all__ = ["Size", "combine", "combine_backward", "combine_into", "keep_memory", "permute", "permute_into", "route"]
 
 Variants = dict[str, Callable[[], object]]
 
@@ -27,6 +28,14 @@ class Size:
 
     def __str__(self) -> str:
         return f"{self.tokens} x {self.dim}, {self.k} of {self.experts}"
+
+
+def keep_memory() -> None:
+    """Keeps the C library from giving memory back: else a variant pays page faults for what another let go."""
+    trim_threshold, mmap_max = -1, -4
+    libc = ctypes.CDLL(None)
+    libc.mallopt(trim_threshold, 1 << 30)
+    libc.mallopt(mmap_max, 0)
 
 
 def route(size: Size) -> Variants:

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import os
 import platform
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,14 +29,16 @@ from whale_torch import ops
 
 
 def shortest(variants: Variants, rounds: int) -> dict[str, float]:
-    """Seconds of each variant: the minimum over rounds in which each ran once."""
+    """Seconds of each variant: the minimum over rounds in which each ran once, in a drawn order."""
     for run in variants.values():
         run()
     times = dict.fromkeys(variants, float("inf"))
+    order, names = random.Random(0), list(variants)
     for _ in range(max(10, rounds)):
-        for name, run in variants.items():
+        order.shuffle(names)  # what runs before leaves its data in the cache
+        for name in names:
             begin = time.perf_counter()
-            run()
+            variants[name]()
             times[name] = min(times[name], time.perf_counter() - begin)
     return times
 
@@ -229,6 +232,8 @@ def main() -> None:
     torch.manual_seed(0)
     kernel = ops.backend()["softmax_stats"]["cpu"]
     print(f"torch {torch.__version__}, {kernel}, {arguments.threads} thread(s), {platform.processor() or 'CPU'}")
-    for dtype in (torch.float32, torch.bfloat16):
-        for part in arguments.only.split(","):
+    for part in arguments.only.split(","):
+        if part == "dispatch":
+            dispatch.keep_memory()
+        for dtype in (torch.float32, torch.bfloat16):
             PARTS[part](QUICK if arguments.quick else FULL, dtype, arguments.rounds)
