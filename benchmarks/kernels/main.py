@@ -1,7 +1,8 @@
-"""Measures the compiled kernels against torch's own ops: buckets, cross-entropy, linear and loss in chunks.
+"""Measures the compiled kernels against torch's own ops: buckets, cross-entropy, linear and loss in chunks, dispatch to
+experts.
 
 Variants take turns in one process and each keeps its shortest time, so other load on the machine hits all alike.
-Run: python -m benchmarks.kernels [--threads 1] [--rounds 20] [--quick]
+Run: python -m benchmarks.kernels [--threads 1] [--rounds 20] [--quick] [--only buckets,losses,linears,dispatch]
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import ctypes
 import gc
 import os
 import platform
+import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,20 +23,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.kernels import dispatch
+from benchmarks.kernels.dispatch import Size, Variants
 from whale_torch import ops
-
-Variants = dict[str, Callable[[], object]]
 
 
 def shortest(variants: Variants, rounds: int) -> dict[str, float]:
-    """Seconds of each variant: the minimum over rounds in which each ran once."""
+    """Seconds of each variant: the minimum over rounds in which each ran once, in a drawn order."""
     for run in variants.values():
         run()
     times = dict.fromkeys(variants, float("inf"))
+    order, names = random.Random(0), list(variants)
     for _ in range(max(10, rounds)):
-        for name, run in variants.items():
+        order.shuffle(names)  # what runs before leaves its data in the cache
+        for name in names:
             begin = time.perf_counter()
-            run()
+            variants[name]()
             times[name] = min(times[name], time.perf_counter() - begin)
     return times
 
@@ -156,33 +161,79 @@ def linear_and_loss(n: int, d: int, k: int, dtype: torch.dtype, chunk: int) -> V
     return {"whale": whale, "torch": whole}
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What each part measures."""
+
+    buckets: dict[str, list[int]]
+    losses: list[tuple[int, int]]
+    linears: list[tuple[int, int, int, int]]
+    dispatches: list[Size]
+
+
+FULL = Sizes(
+    {"60 of 109 k": [(25 << 20) // 4 // 60] * 60, "400 of 100": [100] * 400},
+    [(128, 25_000), (128, 100_000)],
+    [(512, 512, 32_000, 2048), (2048, 768, 32_000, 2048)],
+    [Size(2048, 512, 8, 2), Size(2048, 256, 64, 8)],
+)
+QUICK = Sizes({"60 of 1 k": [1000] * 60}, [(128, 1000)], [(32, 16, 500, 100)], [Size(64, 16, 8, 2)])
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def buckets(sizes: Sizes, dtype: torch.dtype, rounds: int) -> None:
+    for name, numels in sizes.buckets.items():
+        aim = {"400 of 100": 8.0}.get(name, 1.6 if dtype == torch.float32 else 2.0)
+        show(f"pack {name} to {name_of(dtype)}", shortest(bucket(numels, dtype), rounds), {"foreach": aim})
+
+
+def losses(sizes: Sizes, dtype: torch.dtype, rounds: int) -> None:
+    for n, k in sizes.losses:
+        show(f"loss {n} x {k} {name_of(dtype)}", shortest(loss(n, k, dtype), rounds), {"chain": 3.0, "torch": 1.5})
+
+
+def linears(sizes: Sizes, dtype: torch.dtype, rounds: int) -> None:
+    for n, d, k, chunk in sizes.linears:
+        variants = linear_and_loss(n, d, k, dtype, chunk)
+        aim = 1 / 1.2 if dtype == torch.float32 else 1 / 0.9
+        show(f"linear + loss {n} x {d} x {k} {name_of(dtype)}", shortest(variants, rounds), {"torch": aim})
+        held = (n * d + k * d + k) * dtype.itemsize / 2**20
+        extra = {name: peak_mb(run) - held for name, run in variants.items()}
+        print(f"{'':38} MB beyond the {held:.0f} of gradients: {extra['whale']:.0f}, torch {extra['torch']:.0f}")
+
+
+def dispatches(sizes: Sizes, dtype: torch.dtype, rounds: int) -> None:
+    for size in sizes.dispatches:
+        if dtype == torch.float32:
+            show(f"route {size}", shortest(dispatch.route(size), rounds), {"chain": 2.5})
+        ended = f"{size} {name_of(dtype)}"
+        aims = {"index_add": 3.0, "bmm": 3.0, "gather + sum": 3.0}
+        show(f"combine {ended}", shortest(dispatch.combine(size, dtype), rounds), aims)
+        show(f"  out= {ended}", shortest(dispatch.combine_into(size, dtype), rounds), {"index_add": 3.0})
+        show(f"  backward {ended}", shortest(dispatch.combine_backward(size, dtype), rounds), {})
+        show(f"permute {ended}", shortest(dispatch.permute(size, dtype), rounds), {})
+        show(f"  out= {ended}", shortest(dispatch.permute_into(size, dtype), rounds), {})
+
+
+PARTS = {"buckets": buckets, "losses": losses, "linears": linears, "dispatch": dispatches}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20, help="at least 10 are run")
     parser.add_argument("--quick", action="store_true", help="small sizes; the aims are not meant for them")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, by comma")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    rounds, kernel = arguments.rounds, ops.backend()["softmax_stats"]["cpu"]
+    kernel = ops.backend()["softmax_stats"]["cpu"]
     print(f"torch {torch.__version__}, {kernel}, {arguments.threads} thread(s), {platform.processor() or 'CPU'}")
-    if arguments.quick:
-        buckets, losses, linears = {"60 of 1 k": [1000] * 60}, [(128, 1000)], [(32, 16, 500, 100)]
-    else:
-        buckets = {"60 of 109 k": [(25 << 20) // 4 // 60] * 60, "400 of 100": [100] * 400}
-        losses = [(128, 25_000), (128, 100_000)]
-        linears = [(512, 512, 32_000, 2048), (2048, 768, 32_000, 2048)]
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        for sizes, numels in buckets.items():
-            aim = {"400 of 100": 8.0}.get(sizes, 1.6 if dtype == torch.float32 else 2.0)
-            show(f"pack {sizes} to {name}", shortest(bucket(numels, dtype), rounds), {"foreach": aim})
-        for n, k in losses:
-            show(f"loss {n} x {k} {name}", shortest(loss(n, k, dtype), rounds), {"chain": 3.0, "torch": 1.5})
-        for n, d, k, chunk in linears:
-            variants = linear_and_loss(n, d, k, dtype, chunk)
-            aim = 1 / 1.2 if dtype == torch.float32 else 1 / 0.9
-            show(f"linear + loss {n} x {d} x {k} {name}", shortest(variants, rounds), {"torch": aim})
-            held = (n * d + k * d + k) * dtype.itemsize / 2**20
-            extra = {name: peak_mb(run) - held for name, run in variants.items()}
-            print(f"{'':38} MB beyond the {held:.0f} of gradients: {extra['whale']:.0f}, torch {extra['torch']:.0f}")
+    for part in arguments.only.split(","):
+        if part == "dispatch":
+            dispatch.keep_memory()
+        for dtype in (torch.float32, torch.bfloat16):
+            PARTS[part](QUICK if arguments.quick else FULL, dtype, arguments.rounds)

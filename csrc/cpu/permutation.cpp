@@ -30,38 +30,34 @@ Rows rows_of(const Tensor& tensor, const char* op) {
           tensor.stride(0) * kElementBytes[dtype]};
 }
 
-void check_position(int32_t position, int64_t num_rows, const char* op) {
-  STD_TORCH_CHECK(position < num_rows, op, ": a position is ", position, " of ", num_rows, " rows");
+void check_positions(const int32_t* position, int64_t num_routes, int64_t num_rows, const char* op) {
+  STD_TORCH_CHECK(num_routes <= INT32_MAX, op, ": routes are numbered in int32");
+  int32_t largest = -1;
+  for (int64_t route = 0; route < num_routes; ++route) largest = std::max(largest, position[route]);
+  STD_TORCH_CHECK(largest < num_rows, op, ": a position is ", largest, " of ", num_rows, " rows");
 }
 
-// The route that names a row and its token; token is -1 where there is none.
-struct Source {
-  int64_t token = -1, route = 0;
-};
-
-// Of each row: rows are then written one after the other, which is faster than here and there.
-std::vector<Source> sources_of(const Tensor& positions, int64_t num_rows, const char* op) {
-  std::vector<Source> sources(num_rows);
+// The route that names each row, or -1: rows are then written one after the other, which is faster than here and there.
+std::vector<int32_t> routes_of_rows(const Tensor& positions, int64_t num_rows, const char* op) {
+  std::vector<int32_t> routes(num_rows, -1);
   const int32_t* position = static_cast<const int32_t*>(positions.const_data_ptr());
-  int64_t route = 0;
-  for (int64_t token = 0; token < positions.size(0); ++token) {
-    for (int64_t slot = 0; slot < positions.size(1); ++slot, ++route) {
-      check_position(position[route], num_rows, op);
-      if (position[route] >= 0) sources[position[route]] = {token, route};
-    }
+  const int32_t num_routes = int32_t(positions.numel());
+  check_positions(position, positions.numel(), num_rows, op);
+  for (int32_t route = 0; route < num_routes; ++route) {
+    if (position[route] >= 0) routes[position[route]] = route;
   }
-  return sources;
+  return routes;
 }
 
-// Calls write(row, source) for every row that a route names and zeroes the others.
+// Calls write(row, route) for every row that a route names and zeroes the others.
 template <class Write>
-void for_each_row(const std::vector<Source>& sources, const Rows& to, const Write& write) {
+void for_each_row(const std::vector<int32_t>& routes, const Rows& to, const Write& write) {
   torch::stable::parallel_for(0, to.num_rows, grain_of(to.num_features), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      if (sources[row].token < 0) {
+      if (routes[row] < 0) {
         std::memset(to.at(row), 0, to.bytes());
       } else {
-        write(row, sources[row]);
+        write(row, routes[row]);
       }
     }
   });
@@ -79,11 +75,12 @@ void permute(Tensor x, Tensor positions, Tensor out) {
   positions = matrix_argument(positions, x.size(0), -1, ScalarType::Int, x, op, "positions");
   const Rows from = rows_of(x, op), to = rows_of(out, op);
   const auto cast = isa().bucket->cast[from.dtype][to.dtype];
-  for_each_row(sources_of(positions, to.num_rows, op), to, [&](int64_t row, Source source) {
+  const int32_t k = int32_t(positions.size(1));
+  for_each_row(routes_of_rows(positions, to.num_rows, op), to, [&](int64_t row, int32_t route) {
     if (from.dtype == to.dtype) {
-      std::memcpy(to.at(row), from.at(source.token), to.bytes());
+      std::memcpy(to.at(row), from.at(route / k), to.bytes());
     } else {
-      cast(from.at(source.token), to.at(row), to.num_features, 1.0);
+      cast(from.at(route / k), to.at(row), to.num_features, 1.0);
     }
   });
 }
@@ -98,7 +95,7 @@ void combine(Tensor y, Tensor positions, std::optional<Tensor> weights, Tensor o
   const Rows from = rows_of(y, op), to = rows_of(out, op);
   const int64_t num_tokens = positions.size(0), k = positions.size(1);
   const int32_t* position = static_cast<const int32_t*>(positions.const_data_ptr());
-  for (int64_t route = 0; route < num_tokens * k; ++route) check_position(position[route], from.num_rows, op);
+  check_positions(position, num_tokens * k, from.num_rows, op);
   const auto sum = isa().permutation->combine[from.dtype][to.dtype];
   with_wide(wide, [&](auto type) {
     using A = decltype(type);
@@ -134,15 +131,15 @@ Tensor combine_backward(Tensor dy, Tensor y, Tensor positions, Tensor weights, T
   weights = matrix_argument(weights, dy.size(0), positions.size(1), wide, y, op, "weights");
   Tensor dweights = torch::stable::new_zeros(y, {dy.size(0), positions.size(1)}, wide);
   const Rows grad = rows_of(dy, op), from = rows_of(y, op), to = rows_of(drows, op);
-  const auto sources = sources_of(positions, to.num_rows, op);
+  const auto routes = routes_of_rows(positions, to.num_rows, op);
+  const int32_t k = int32_t(positions.size(1));
   const auto loop = isa().permutation->combine_backward[grad.dtype][from.dtype];
   with_wide(wide, [&](auto type) {
     using A = decltype(type);
     const A* weight = static_cast<const A*>(weights.const_data_ptr());
     A* dot = static_cast<A*>(dweights.mutable_data_ptr());
-    for_each_row(sources, to, [&](int64_t row, Source source) {
-      dot[source.route] =
-          A(loop(grad.at(source.token), from.at(row), double(weight[source.route]), to.at(row), to.num_features));
+    for_each_row(routes, to, [&](int64_t row, int32_t route) {
+      dot[route] = A(loop(grad.at(route / k), from.at(row), double(weight[route]), to.at(row), to.num_features));
     });
   });
   return dweights;

@@ -15,6 +15,15 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
+from moe_agreement import (
+    check_chunk_sort,
+    check_combine,
+    check_combine_backward,
+    check_permute,
+    check_positions,
+    check_route,
+    check_route_backward,
+)
 from op_agreement import DTYPES, SIZES, check_amax, check_grad, check_pack, check_stats, check_unpack
 
 
@@ -85,6 +94,74 @@ def test_kernels_run_on_the_current_stream() -> None:
         ops.bucket_pack([source], [0], flat, 2.0)
     torch.cuda.current_stream().wait_stream(side)
     assert flat.unique().tolist() == [6.0]
+
+
+@pytest.mark.parametrize("n, e, k", [(0, 5, 2), (1, 1, 1), (17, 8, 2), (129, 64, 8), (16, 13, 13), (1000, 200, 5)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_routes_agree(n: int, e: int, k: int, dtype: torch.dtype) -> None:
+    for score in ("softmax", "sigmoid"):
+        for biased in (False, True):
+            check_route("cuda", n, e, k, dtype, score=score, biased=biased)
+        check_route("cuda", n, e, k, dtype, score=score, special=True)
+        check_route_backward("cuda", n, e, k, dtype, score=score)
+
+
+@pytest.mark.parametrize("layout", ["dense", "wide rows", "transposed"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_routes_in_groups_agree(groups: int, layout: str) -> None:
+    for score in ("softmax", "sigmoid"):
+        check_route("cuda", 37, 96, 4, torch.float32, score=score, groups=groups, layout=layout, special=True)
+        check_route_backward("cuda", 37, 96, 4, torch.float32, score=score, groups=groups, of_probs=False)
+
+
+@pytest.mark.parametrize("n, k, e", [(0, 2, 3), (1, 1, 1), (5, 2, 4), (100, 3, 7), (3000, 8, 64), (50_000, 2, 2000)])
+@pytest.mark.parametrize("slot_major", [True, False])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_positions_agree(n: int, k: int, e: int, slot_major: bool, ordered: bool) -> None:
+    mean = -(-n * k // e)
+    for padding in (False, True):
+        options = {"slot_major": slot_major, "ordered": ordered, "padding": padding}
+        for limits in ({}, {"capacity": mean}, {"slots": mean + 1}, {"capacity": mean, "slots": mean}):
+            check_positions("cuda", n, k, e, **limits, **options)
+
+
+@pytest.mark.parametrize("to", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_permutations_agree(dtype: torch.dtype, to: torch.dtype) -> None:
+    for n, k, d in ((0, 2, 8), (1, 1, 1), (9, 3, 17), (33, 2, 1024), (20, 9, 5000)):
+        check_permute("cuda", n, k, d, dtype, to)
+        check_combine("cuda", n, k, d, dtype, to)
+        check_combine("cuda", n, k, d, dtype, to, weighted=False)
+        check_combine_backward("cuda", n, k, d, dtype, to)
+
+
+@pytest.mark.parametrize("layout", ["wide rows", "transposed"])
+def test_permutations_of_every_layout_agree(layout: str) -> None:
+    check_permute("cuda", 9, 3, 64, torch.float32, torch.bfloat16, layout=layout)
+    check_combine("cuda", 9, 3, 64, torch.float32, torch.bfloat16, layout=layout)
+    check_combine_backward("cuda", 9, 3, 64, torch.float32, torch.bfloat16, layout=layout)
+    check_chunk_sort("cuda", 3, 4, 64, torch.float32, layout=layout)
+
+
+@pytest.mark.parametrize("sources, experts", [(1, 1), (4, 1), (1, 5), (3, 4), (8, 64), (0, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunk_sort_agrees(sources: int, experts: int, dtype: torch.dtype) -> None:
+    for d in (6, 64):
+        check_chunk_sort("cuda", sources, experts, d, dtype)
+
+
+def test_dispatch_is_the_same_every_time() -> None:
+    logits = torch.randn(10_001, 64, device="cuda").bfloat16()  # with ties
+
+    def dispatch() -> list[torch.Tensor]:
+        scores, experts, probs = ops.moe_route(logits, 8)
+        positions, counts, kept = ops.moe_positions(experts, 64, slots=1000)
+        rows = ops.moe_permute(logits, positions, 64_000)
+        return [probs, positions, counts, kept, rows, ops.moe_combine(rows, positions, scores)]
+
+    first = dispatch()
+    for _ in range(5):
+        assert all(torch.equal(one, two) for one, two in zip(dispatch(), first, strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name in schemas.OPS if name not in schemas.HOST_OPS])

@@ -58,6 +58,7 @@ def check_route(
     )
     for one, two in zip(actual, expected, strict=True):
         assert one.shape == two.shape and one.dtype == two.dtype
+        assert one.is_contiguous() and two.is_contiguous()  # as the schema's fake says
     experts = actual[1].cpu()
     if n:
         assert experts.min() >= 0 and experts.max() < e
@@ -79,11 +80,13 @@ def check_route_backward(
     experts[::3] = -1
     dscores = torch.randn(n, k, generator=generator).to(wide) if of_scores else None
     dprobs = torch.randn(n, e, generator=generator).to(wide) if of_probs else None
+    probs = probs.t().contiguous().t()
     expected = reference.moe_route_backward(probs, experts, dscores, dprobs, score == "sigmoid", groups, dtype)
     actual = ops.moe_route_backward(
         *_on(device, probs, experts, dscores, dprobs), score=score, groups=groups, dtype=dtype
     )
     assert actual.dtype == dtype
+    assert actual.is_contiguous() and expected.is_contiguous()
     torch.testing.assert_close(actual.cpu(), expected, **_tolerance(dtype))
 
 
@@ -103,7 +106,7 @@ def check_positions(
     device: str, n: int, k: int, e: int, *, capacity: int | None = None, slots: int | None = None,
     slot_major: bool = True, ordered: bool = False, padding: bool = False,
 ) -> None:  # fmt: skip
-    experts = draw_experts(n, k, e, padding)
+    experts = draw_experts(n, k, e, padding).t().contiguous().t()
     generator = _generator(n, k, e, 3)
     capacities = None if capacity is None else torch.randint(0, 2 * capacity + 1, (e,), generator=generator)
     order = torch.randperm(n, generator=generator) if ordered else None
@@ -114,6 +117,7 @@ def check_positions(
     )
     for one, two in zip(actual, expected, strict=True):
         assert one.dtype == two.dtype
+        assert one.is_contiguous() and two.is_contiguous()
         assert torch.equal(one.cpu(), two)
 
 
@@ -203,7 +207,9 @@ def check_chunk_sort(
     device: str, sources: int, experts: int, d: int, dtype: torch.dtype, *, layout: str = "dense"
 ) -> None:
     generator = _generator(sources, experts, d, 9)
-    lengths = torch.randint(0, 9, (sources, experts), generator=generator) * torch.randint(0, 2, (sources, experts))
+    lengths = torch.randint(0, 9, (sources, experts), generator=generator) * torch.randint(
+        0, 2, (sources, experts), generator=generator
+    )
     for behind in (0, 4):
         x = _draw((int(lengths.sum()) + behind, d), dtype, layout, 10)
         for inverse in (False, True):

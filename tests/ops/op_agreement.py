@@ -158,6 +158,7 @@ def check_grad(
     vectors = (softmax, of_target, smooth if smoothing else None)
     class_weight = weight if weighted else None
     expected = reference.softmax_grad(logits, lse, target, first_class, *vectors, class_weight)
+    assert expected.is_contiguous()  # as the schema's fake says
     on_device = strided_like(logits, device)
     actual = ops.softmax_grad(
         on_device, lse.to(device), target.to(device), first_class,

@@ -15,13 +15,16 @@ NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
+@pytest.mark.matrix(keep=3)
+@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("source", sorted((ROOT / "csrc/cuda").glob("*.cu")), ids=lambda path: path.name)
-def test_no_kernel_spills(source: Path, tmp_path: Path) -> None:
+def test_no_kernel_spills(source: Path, arch: int, tmp_path: Path) -> None:
     assert NVCC is not None
     include = Path(torch.__file__).parent / "include"
     command = [
-        NVCC, "-O3", "-std=c++20", "-cubin", "-arch=sm_90", "-Xptxas=-v", "-DTORCH_TARGET_VERSION=0x020b000000000000",
-        "-isystem", str(include), str(source), "-o", str(tmp_path / "kernels.cubin"),
+        NVCC, "-O3", "-std=c++20", "-cubin", f"-arch=sm_{arch}", "-Xptxas=-v",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000", "-isystem", str(include),
+        str(source), "-o", str(tmp_path / "kernels.cubin"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

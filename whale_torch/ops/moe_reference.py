@@ -32,7 +32,7 @@ def moe_route(logits: Tensor, k: int, sigmoid: bool, bias: Tensor | None, groups
     expert. A softmax is over its block.
     """
     num_tokens, num_experts = logits.shape
-    z = logits.to(statistics_dtype(logits.dtype)).reshape(num_tokens, groups, num_experts // groups)
+    z = logits.to(statistics_dtype(logits.dtype)).contiguous().view(num_tokens, groups, num_experts // groups)
     probs = z.sigmoid() if sigmoid else z.softmax(2)
     keys = z if bias is None else probs + bias.to(z.dtype).view(groups, num_experts // groups)
     first = torch.arange(groups, device=z.device)[:, None] * (num_experts // groups)
@@ -58,11 +58,11 @@ def moe_route_backward(
         chosen = torch.where(routed, experts, 0).to(torch.int64)
         grad = grad.scatter_add(1, chosen, torch.where(routed, dscores.to(probs.dtype), 0.0))
     if sigmoid:
-        return (grad * probs * (1.0 - probs)).to(dtype)
+        return (grad * probs * (1.0 - probs)).to(dtype).contiguous()
     blocks = (num_tokens, groups, num_experts // groups)
     p, grad = probs.reshape(blocks), grad.reshape(blocks)
     dlogits = p * (grad - (grad * p).sum(2, keepdim=True))
-    return dlogits.reshape(num_tokens, num_experts).to(dtype)
+    return dlogits.reshape(num_tokens, num_experts).to(dtype).contiguous()
 
 
 def moe_positions(
@@ -101,7 +101,7 @@ def moe_positions(
     first = kept.cumsum(0) - kept if slots is None else torch.arange(num_experts, device=key.device) * slots
     row = torch.where(number < torch.cat((kept, nobody))[key], torch.cat((first, nobody))[key] + number, -1)
     row = (row.view(experts.shape[1], -1).t() if slot_major else row.view(experts.shape)).to(torch.int32)
-    positions = torch.empty_like(experts)
+    positions = experts.new_empty(experts.shape)
     positions[slice(None) if order is None else order] = row
     return positions, counts, kept
 
@@ -126,7 +126,7 @@ def moe_combine(y: Tensor, positions: Tensor, weights: Tensor | None, out: Tenso
 def moe_combine_backward(dy: Tensor, y: Tensor, positions: Tensor, weights: Tensor, drows: Tensor) -> Tensor:
     """drows[positions[t, s]] = cast(weights[t, s] dy[t]), other rows 0; returns <dy[t], y[positions[t, s]]>, else 0."""
     drows.zero_()
-    dweights = torch.zeros_like(weights)
+    dweights = weights.new_zeros(weights.shape)
     for slot in range(positions.shape[1]):
         (token,) = (positions[:, slot] >= 0).nonzero(as_tuple=True)
         row = positions[token, slot].to(torch.int64)

@@ -149,7 +149,7 @@ def moe_permute(
 
     Shapes: x [n, d]; positions int32 [n, k], each row named once at most, -1 is no route; returns [rows, d] of dtype,
     x's own by default. out: written and returned, without autograd; without it differentiable.
-    Raises: LayoutError if shapes or dtypes disagree; on CPU also for a position out of range (a GPU asserts).
+    Raises: LayoutError if shapes or dtypes disagree; on CPU also for a position out of range (a GPU traps).
     """
     _check_rows("x", x)
     _check_matrix("positions", positions, torch.int32, x.shape[0])
@@ -176,7 +176,7 @@ def moe_combine(
     Shapes: y [rows, d]; positions int32 [n, k], where -1 adds nothing (a row is never multiplied by 0 instead); weights
     [n, k], None is ones; returns [n, d] of dtype, y's own by default. Float64 on either side sums in float64.
     out: written and returned, without autograd; without it differentiable in y and weights.
-    Raises: LayoutError if shapes or dtypes disagree; on CPU also for a position out of range (a GPU asserts).
+    Raises: LayoutError if shapes or dtypes disagree; on CPU also for a position out of range (a GPU traps).
     """
     _check_rows("y", y)
     _check_matrix("positions", positions, torch.int32)
@@ -232,7 +232,7 @@ def moe_chunk_sort(x: Tensor, lengths: Tensor, *, inverse: bool = False, out: Te
     Shapes: x [n, d]; lengths int64 [sources, experts], rows of each chunk on x's device, n in total or fewer: the rows
     behind the last chunk are 0 in the result, which is as x. inverse: from (expert, source) to (source, expert).
     out: written and returned, without autograd; without it differentiable.
-    Raises: LayoutError if shapes or dtypes disagree; on CPU also if the chunks do not fit (a GPU asserts).
+    Raises: LayoutError if shapes or dtypes disagree; on CPU also if the chunks do not fit (a GPU traps).
     """
     _check_rows("x", x)
     _check_matrix("lengths", lengths, torch.int64)

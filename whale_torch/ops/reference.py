@@ -128,7 +128,7 @@ def softmax_grad(
     local, inside = _local_target(target, first_class, num_classes)
     grad.scatter_add_(1, local[:, None], torch.where(inside, -target_coef, 0.0)[:, None])
     grad = torch.where(used[:, None], grad, 0.0)
-    return grad.to(logits.dtype, memory_format=torch.contiguous_format)
+    return grad.to(logits.dtype).contiguous()
 
 
 def softmax_grad_(

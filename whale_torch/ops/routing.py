@@ -160,7 +160,7 @@ def moe_positions(
     Rows are packed; with slots an expert has that many, from expert * slots on, and capacity is at most slots.
     The same for any number of threads. Not differentiable.
     Raises: LayoutError if shapes or dtypes disagree; on CPU also for an expert out of range, a negative capacity or an
-    order that is none (a GPU asserts).
+    order that is none (a GPU traps).
     """
     _check_positions(experts, num_experts, slots, {"capacity": capacity, "order": order})
     arguments = (experts, num_experts, capacity, slots, slot_major, order)
