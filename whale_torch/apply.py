@@ -54,7 +54,7 @@ def plan(
     """The plan of an annotated model for any cluster, without a process group; once it is parallelized, that in force.
 
     cluster: default one rank; its layout of nodes and ranks decides, its rates are only printed.
-    sample_inputs: what one rank would be fed, for byte counts.
+    sample_inputs: what one rank would be fed, for byte counts, and to balance and place a pipeline.
     Raises AnnotationError and PlanError as wh.parallelize would.
     """
     if not isinstance(model, nn.Module):
@@ -71,7 +71,6 @@ def plan(
         model,
         cluster or Cluster.of(),
         default=_default(default),
-        rows_per_rank=_rows(sample_inputs),
         sample_inputs=sample_inputs,
         seconds=_seconds(model, default, sample_inputs, torch.device("cpu")),
     )
@@ -80,10 +79,6 @@ def plan(
 
 def _default(scope: Scope | None) -> tuple[Annotation, ...]:
     return () if scope is None else (replace(scope.entry(), entry=-1),)
-
-
-def _rows(sample_inputs: object) -> int | None:
-    return next((t.shape[0] for t in tensors_in(sample_inputs) if t.dim()), None)
 
 
 def parallelize(
@@ -101,16 +96,18 @@ def parallelize(
 ) -> nn.Module:
     """Turns an annotated model into a distributed one, in place, and returns it; its parameters stay the same objects.
 
-    sample_inputs: what one rank is fed, for the plan's byte counts. plan: a saved one to apply. cluster: one with
-    known rates, for the plan's text (its nodes and ranks must be those running). default: scope of what no scope
-    names. device: this rank's. seed: of initial values on meta, and of torch's random state from here on, different on
-    each replica and equal on the ranks of one. init_fn: initialises one meta module.
-    weights: a plain state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds
-    more of it than its parts. timeout: of every collective, in seconds or as a timedelta.
+    sample_inputs: what one rank is fed, for the plan's byte counts; a pipeline is balanced and placed by them, and each
+    rank has its own stages only from here on. plan: a saved one to apply. cluster: one with known rates, for the plan's
+    text (its nodes and ranks must be those running). default: scope of what no scope names. device: this rank's. seed:
+    of initial values on meta, and of torch's random state from here on, different on each replica and equal on the
+    ranks of one. init_fn: initialises one meta module. weights: a plain state dict, or a file of one, that replaces the
+    initial values; built on meta, a rank never holds more of it than its parts. timeout: of every collective, in
+    seconds or as a timedelta.
     A deepcopy of the result evaluates and refuses to train; one of a member that is not cut is an ordinary module,
-    whose gradients are this rank's own.
-    Raises AnnotationError, PlanError, CheckpointError (weights that do not fit): before the first change to the model,
-    with the same text on every rank, also where the cause is another error on one rank (a file, an init_fn's own).
+    whose gradients are this rank's own. A deepcopy of a pipelined one has the values of this rank's stages.
+    Raises AnnotationError, PlanError, TraceError and LossError (a forward that no pipeline can run), CheckpointError
+    (weights that do not fit): before the first change to the model, with the same text on every rank, also where the
+    cause is another error on one rank (a file, an init_fn's own).
     CommError where a rank is gone.
     """
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
@@ -275,7 +272,6 @@ def _decide(
                 model,
                 cluster or measured,
                 default=_default(default),
-                rows_per_rank=_rows(sample_inputs),
                 sample_inputs=sample_inputs,
                 seconds=seconds,
             )

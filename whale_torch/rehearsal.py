@@ -60,6 +60,7 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
         plan,
         traffic=(*gradients, *mesh.traffic()),
         gathers=runtime.gathers(),
+        rows_per_rank=rows,
         assumption=f"counted on a step of {rows} rows a rank",
     )
 

@@ -771,3 +771,16 @@ def _by_count(rank: int, n: int, kind: str, num_stages: int, given: bool) -> tup
 def test_stages_by_count_are_one_process(kind: str, n: int, num_stages: int, given: bool) -> None:
     for loss, gradients in world(n, _by_count, kind, num_stages, given):
         assert max(loss, gradients) < 1e-5
+
+
+@pytest.mark.parametrize("batch_dim", [1, {"input": 1}])
+def test_rows_are_counted_where_batch_dim_says(batch_dim: Any) -> None:
+    scopes: Any = (wh.replica(batch_dim=1), wh.pipeline()) if batch_dim == 1 else wh.pipeline(batch_dim=batch_dim)
+    model = wh.annotate(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+        {"0": (wh.stage(), wh.split()), "1": wh.stage()},
+        inside=scopes,
+    )
+    plan = wh.plan(model, cluster=wh.Cluster.of(1, 4), sample_inputs=torch.zeros(7, 4, 8))
+    text = " ".join(str(plan).split())
+    assert "estimated at 4 rows a rank" in text and "in a step of 4 rows" in text
