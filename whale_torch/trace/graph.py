@@ -158,24 +158,25 @@ class Made:
         return self.cls(**self.fields)
 
 
-def map_nodes(value: Any, change: Callable[[Node], Any]) -> Any:
-    """The nest with each Node exchanged; objects that hold Nodes are made."""
-    if isinstance(value, Node):
-        return change(value)
-    if isinstance(value, Made):
-        return Made(value.cls, {name: map_nodes(item, change) for name, item in value.fields.items()}).make()
-    if type(value) is tuple:
-        return tuple(map_nodes(item, change) for item in value)
-    if type(value) is list:
-        return [map_nodes(item, change) for item in value]
-    if isinstance(value, tuple):
-        items = [map_nodes(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return like_dict(value, {key: map_nodes(item, change) for key, item in value.items()})
-    if type(value) is slice:
-        return slice(*(map_nodes(item, change) for item in (value.start, value.stop, value.step)))
-    return value
+def map_nodes(value: Any, change: Callable[[Node], Any], *, make: bool = True) -> Any:
+    """The nest with each Node exchanged. make: whether objects that hold Nodes are made, or stay to be made."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, Node):
+            return change(value)
+        if isinstance(value, Made):
+            made = Made(value.cls, {name: mapped(item) for name, item in value.fields.items()})
+            return made.make() if make else made
+        if isinstance(value, (tuple, list)):
+            items = [mapped(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, dict):
+            return like_dict(value, {key: mapped(item) for key, item in value.items()})
+        if type(value) is slice:
+            return slice(mapped(value.start), mapped(value.stop), mapped(value.step))
+        return value
+
+    return mapped(value)
 
 
 def nodes_in(value: Any) -> Iterator[Node]:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whale_torch.errors import LossError
-from whale_torch.trace.draft import exchange
-from whale_torch.trace.graph import Graph, Node
+from whale_torch.trace.graph import Graph, Node, map_nodes
 from whale_torch.trace.linearity import Linearity, refuse_lost
 from whale_torch.trace.sizes import Sizes
 
@@ -85,7 +84,7 @@ def rewrite(
         same = value is not None and value.state in ("rows", "same")
         return ends.get(node) or (found.draft.now[node] if same else node)
 
-    output = exchange(graph.output, rewritten)
+    output = map_nodes(graph.output, rewritten, make=False)
     whole, counts = found.draft.finished(output, list(ends.values()))
     return Reductions(whole, tuple(Count(*count) for count in counts), tuple(results))
 

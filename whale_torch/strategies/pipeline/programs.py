@@ -180,7 +180,7 @@ class Programs:
         how: Any = self._plan.micro_batch_loss or ("mean" if self._plan.mixing == "accept" else None)
         if mode == "outputs" and any(node.value.requires_grad for node in scalars):
             return self._whole(graph)  # a loss in eval(), from which backward may start
-        output, numbers = numbers_that_grow(graph, other, rows)
+        output, numbers = numbers_that_grow(graph.output, other.output, rows, other_number(rows))
         try:
             rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
         except LossError:
