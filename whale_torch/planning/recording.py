@@ -16,8 +16,8 @@ from whale_torch.planning.pipelines import Moved, PipelinePlan, leaf_of, topmost
 from whale_torch.planning.slices import SlicedModules
 from whale_torch.planning.taskgraph import TaskGraph
 from whale_torch.trace.cut import cut
-from whale_torch.trace.graph import Graph, Node, nodes_in, tensors_in
-from whale_torch.trace.program import StageProgram
+from whale_torch.trace.graph import Graph, Node, tensors_in
+from whale_torch.trace.program import StageProgram, stages_of_tensors
 from whale_torch.trace.sample_dims import BatchDim, Dims, SampleDims
 from whale_torch.trace.sizes import other_number
 from whale_torch.trace.slices import mark_slices
@@ -136,10 +136,9 @@ def _parts(rows: int, number: int) -> list[int]:
 
 def _results(graph: Graph) -> tuple[tuple[Node, ...], bool]:
     """What a training step takes from the last stage, and whether a loss is in it."""
-    returned = [node for node in dict.fromkeys(nodes_in(graph.output)) if isinstance(node.value, Tensor)]
-    scalars = [node for node in returned if node.value.dim() == 0 and node.value.is_floating_point()]
-    has_loss = any(node.value.requires_grad for node in scalars)
-    return tuple(scalars if has_loss else returned), has_loss
+    has_loss = any(node.value.requires_grad for node in graph.scalars)
+    tensors = [node for node in graph.returned if isinstance(node.value, Tensor)]
+    return tuple(graph.scalars if has_loss else tensors), has_loss
 
 
 def _joined_bytes(node: Node) -> int:
@@ -159,16 +158,7 @@ def _elsewhere(
     model: nn.Module, pipeline: PipelinePlan, programs: Sequence[StageProgram]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Parameters that other stages use than their names say."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    used: dict[str, set[int]] = {}
-    for program in programs:
-        found = [p for name in program.modules for p in modules[name].parameters()]
-        for name in program.parameters:
-            owner, _, key = name.rpartition(".")
-            found.append(getattr(modules[owner], key))
-        for parameter in found:
-            used.setdefault(first[id(parameter)], set()).add(program.index)
+    used = stages_of_tensors(model, programs)
     for name, stages in pipeline.users(model).items():
         seen = tuple(sorted(used.get(name, ())))
         if seen and seen != stages:

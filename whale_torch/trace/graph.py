@@ -22,6 +22,7 @@ __all__ = [
     "Kind",
     "Made",
     "Node",
+    "is_scalar",
     "item",
     "leaves_in",
     "like_dict",
@@ -127,13 +128,15 @@ class Graph:
     opened: tuple[str, ...] = ()
     written: dict[str, None] = field(default_factory=dict)
 
-    def users(self) -> dict[Node, list[Node]]:
-        """For every Node those that read it, in order."""
-        found: dict[Node, list[Node]] = {node: [] for node in self.nodes}
-        for node in self.nodes:
-            for source in dict.fromkeys(node.inputs()):
-                found[source].append(node)
-        return found
+    @property
+    def returned(self) -> list[Node]:
+        """What the model returns, each once, in order."""
+        return list(dict.fromkeys(nodes_in(self.output)))
+
+    @property
+    def scalars(self) -> list[Node]:
+        """The floating-point numbers among it, of which some may be losses."""
+        return [node for node in self.returned if is_scalar(node.value)]
 
     def needed(self, results: Sequence[Node]) -> set[Node]:
         """What the results are made of, and the calls that write into it."""
@@ -192,6 +195,11 @@ def nodes_in(value: Any) -> Iterator[Node]:
         yield from nodes_in(tuple(value.values()))
     elif type(value) is slice:
         yield from nodes_in((value.start, value.stop, value.step))
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a number in floating point, as a loss is."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def memory(x: Tensor) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from whale_torch.errors import LayoutError
 from whale_torch.planning.pipelines import PipelinePlan
-from whale_torch.trace.program import StageProgram
+from whale_torch.trace.program import StageProgram, stages_of_tensors
 
 __all__ = ["Holders"]
 
@@ -26,7 +26,7 @@ class Holders:
     def __init__(
         self, model: nn.Module, plan: PipelinePlan, num_places: int, programs: Sequence[StageProgram] | None = None
     ):
-        self._plan, self._num_places = plan, num_places
+        self._model, self._plan, self._num_places = model, plan, num_places
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._owners = {id(module): name for name, module in model.named_modules()}
         self._first = {id(p): name for name, p in model.named_parameters()}
@@ -140,27 +140,8 @@ class Holders:
 
     def _used(self, programs: Sequence[StageProgram]) -> Stages:
         """The stages that use each parameter, and each buffer inside a stage."""
-        found: Stages = {name: set() for name in (*self._first.values(), *self._buffers())}
-        for program in programs:
-            for name in self._names_of(program):
-                if name in found:
-                    found[name].add(program.index)
-        return found
-
-    def _names_of(self, program: StageProgram) -> Iterator[str]:
-        for name in program.modules:
-            for module in self._modules[name].modules():
-                yield from (self._first[id(p)] for p in module._parameters.values() if p is not None)
-                yield from (_full(self._owners[id(module)], key) for key in module._buffers)
-        for step in program.steps:
-            if step.node.kind in ("parameter", "buffer"):
-                owner, _, key = step.node.target.rpartition(".")
-                module = self._modules[owner]
-                parameter = module._parameters.get(key)
-                if parameter is not None:
-                    yield self._first[id(parameter)]
-                else:
-                    yield _full(self._owners[id(module)], key)
+        used = stages_of_tensors(self._model, programs)
+        return {name: used.get(name, set()) for name in (*self._first.values(), *self._buffers())}
 
     def _buffers(self) -> Stages:
         """Every buffer inside a stage and the stages that it belongs to, by the names of its module."""

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from whale_torch.errors import LayoutError, LossError, TraceError
-from whale_torch.trace.graph import Graph, Made, Node, like_dict, map_nodes, nodes_in
+from whale_torch.trace.graph import Graph, Made, Node, is_scalar, like_dict, map_nodes
 
 __all__ = ["Placeholder", "losses_of", "numbers_of", "numbers_that_grow", "training_results"]
 
@@ -49,7 +49,7 @@ def losses_of(graph: Graph) -> tuple[Node | None, list[Node]]:
     The loss is the field or key `loss` of what the model returns, else its only differentiable scalar.
     Raises LossError where several could be it.
     """
-    scalars = list(dict.fromkeys(node for node in nodes_in(graph.output) if _is_scalar(node)))
+    scalars = graph.scalars
     candidates = [node for node in scalars if node.value.requires_grad]
     if not candidates:
         return None, scalars
@@ -67,21 +67,17 @@ def losses_of(graph: Graph) -> tuple[Node | None, list[Node]]:
 
 def numbers_of(graph: Graph) -> list[Node]:
     """The numbers that a model returns, of which each micro-batch gives a part."""
-    nodes = dict.fromkeys(nodes_in(graph.output))
-    return [node for node in nodes if isinstance(node.value, Tensor) and node.value.dim() == 0]
+    return [node for node in graph.returned if isinstance(node.value, Tensor) and node.value.dim() == 0]
 
 
 def training_results(output: Any) -> Any:
     """The nest that a model returns, with Nodes for its scalars and placeholders for its other tensors."""
 
     def told(node: Node) -> Any:
-        return node if not isinstance(node.value, Tensor) or _is_scalar(node) else Placeholder(tuple(node.value.shape))
+        kept = is_scalar(node.value) or not isinstance(node.value, Tensor)
+        return node if kept else Placeholder(tuple(node.value.shape))
 
     return map_nodes(output, told, make=False)
-
-
-def _is_scalar(node: Node) -> bool:
-    return isinstance(node.value, Tensor) and node.value.dim() == 0 and node.value.is_floating_point()
 
 
 def _named_loss(output: Any) -> Node | None:

@@ -22,7 +22,7 @@ from whale_torch.planning.slices import SlicedModules
 from whale_torch.strategies.pipeline.batches import MicroBatches, micro_batches
 from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, numbers_that_grow, training_results
 from whale_torch.trace.cut import cut
-from whale_torch.trace.graph import Context, Graph, Node, nodes_in
+from whale_torch.trace.graph import Context, Graph, Node
 from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Combine, Count, rewrite
@@ -188,7 +188,7 @@ class Programs:
                 raise
             return self._whole(graph)
         losses = dict(zip(scalars, rewritten.losses, strict=True))
-        returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
+        returned = scalars if mode == "train" else graph.returned
         given = [losses[node].node if node in losses else node for node in returned]
         # An accepted mean of micro-batches' losses accepts what they are made of.
         kept = [given[i] for i, node in enumerate(returned) if how is None or node not in losses]
@@ -214,7 +214,7 @@ class Programs:
         )
 
     def _whole(self, graph: Graph) -> Program:
-        outputs = tuple(dict.fromkeys(nodes_in(graph.output)))
+        outputs = tuple(graph.returned)
         stages = cut(graph, outputs, self._plan.num_stages)
         return Program("outputs", stages, graph.output, outputs, whole=True, written=tuple(graph.written))
 
@@ -282,4 +282,4 @@ def _dims_of(graph: Graph, other: Graph, returned: list[Node | None], rows: int)
 
 def _count_program(count: Count) -> StageProgram:
     steps = tuple(Step.of(node, ()) for node in count.nodes)
-    return StageProgram(0, steps, {}, {}, count.result, False, (), ())
+    return StageProgram(0, steps, {}, {}, count.result, False, ())
