@@ -26,8 +26,9 @@ from whale_torch.optim import guard
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan, measured_at
+from whale_torch.planning.recording import arguments
 from whale_torch.profiling import mean_seconds, module_seconds
-from whale_torch.rehearsal import arguments, rehearse
+from whale_torch.rehearsal import rehearse
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
@@ -96,19 +97,18 @@ def parallelize(
 ) -> nn.Module:
     """Turns an annotated model into a distributed one, in place, and returns it; its parameters stay the same objects.
 
-    sample_inputs: what one rank is fed, for the plan's byte counts; a pipeline is balanced and placed by them, and each
-    rank has its own stages only from here on. plan: a saved one to apply. cluster: one with known rates, for the plan's
-    text (its nodes and ranks must be those running). default: scope of what no scope names. device: this rank's. seed:
-    of initial values on meta, and of torch's random state from here on, different on each replica and equal on the
-    ranks of one. init_fn: initialises one meta module. weights: a plain state dict, or a file of one, that replaces the
-    initial values; built on meta, a rank never holds more of it than its parts. timeout: of every collective, in
-    seconds or as a timedelta.
+    sample_inputs: what one rank is fed, for the plan's byte counts; a pipeline is balanced and placed by them, and its
+    ranks let the values of other stages go in this call, not in the first forward. plan: a saved one to apply. cluster:
+    one with known rates, for the plan's text (its nodes and ranks must be those running). default: scope of what no
+    scope names. device: this rank's. seed: of initial values on meta, and of torch's random state from here on,
+    different on each replica and equal on the ranks of one. init_fn: initialises one meta module. weights: a plain
+    state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds more of it than
+    its parts. timeout: of every collective, in seconds or as a timedelta.
     A deepcopy of the result evaluates and refuses to train; one of a member that is not cut is an ordinary module,
     whose gradients are this rank's own. A deepcopy of a pipelined one has the values of this rank's stages.
-    Raises AnnotationError, PlanError, TraceError and LossError (a forward that no pipeline can run), CheckpointError
-    (weights that do not fit): before the first change to the model, with the same text on every rank, also where the
-    cause is another error on one rank (a file, an init_fn's own).
-    CommError where a rank is gone.
+    Raises AnnotationError, PlanError, CheckpointError (weights that do not fit), TraceError and LossError (inputs on
+    which no pipeline runs): before the first change to the model, with the same text on every rank, also where the
+    cause is another error on one rank (a file, an init_fn's own). CommError where a rank is gone.
     """
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     mesh = _explained(lambda: start(device, seconds))

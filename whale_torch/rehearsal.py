@@ -31,7 +31,7 @@ from whale_torch.strategies.root import make_root
 from whale_torch.strategies.runtime import Runtime
 from whale_torch.strategies.split import apply_split, cut_parameters
 
-__all__ = ["arguments", "rehearse"]
+__all__ = ["rehearse"]
 
 
 def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0) -> Plan:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from whale_torch.trace.slices import Slices
 
 __all__ = [
+    "OF_TORCH",
+    "PLAIN",
     "Context",
     "Graph",
     "Kind",
@@ -32,6 +34,14 @@ __all__ = [
     "nodes_in",
     "tensors_in",
 ]
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that torch gives every module."""
+PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types of values that hold no tensors."""
 
 Kind = Literal["input", "parameter", "buffer", "constant", "count", "call", "module"]
 
