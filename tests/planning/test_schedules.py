@@ -451,8 +451,8 @@ def ends_with_queues(schedule: Schedule, edges: Edges, orders: Sequence[Sequence
             if heads[rank] == len(orders[rank]):
                 continue
             message = orders[rank][heads[rank]]
-            to, result = schedule.rank_of(message.to_stage), (message.kind, message.from_stage, message.micro_batch)
-            is_sender = rank == schedule.rank_of(message.from_stage)
+            to, result = schedule.rank_of(message.goal), (message.kind, message.source, message.micro_batch)
+            is_sender = rank == schedule.rank_of(message.source)
             if is_sender and result in made[rank] and orders[to][heads[to] :][:1] == [message]:
                 made[to].add(result)
                 heads[rank] += 1
@@ -482,8 +482,8 @@ def ends_with_one_thread(schedule: Schedule, edges: Edges, orders: Sequence[Sequ
             if heads[rank] == len(orders[rank]):
                 continue
             message = orders[rank][heads[rank]]
-            start, to = schedule.rank_of(message.from_stage), schedule.rank_of(message.to_stage)
-            result = (message.kind, message.from_stage, message.micro_batch)
+            start, to = schedule.rank_of(message.source), schedule.rank_of(message.goal)
+            result = (message.kind, message.source, message.micro_batch)
             if (rank == start and not runs(start) and not runs(to) and result in made[start]
                     and orders[to][heads[to] :][:1] == [message]):  # fmt: skip
                 made[to].add(result)
@@ -496,7 +496,7 @@ def ends_with_one_thread(schedule: Schedule, edges: Edges, orders: Sequence[Sequ
 
 def by_rank(schedule: Schedule, order: Sequence[Message]) -> list[list[Message]]:
     return [
-        [m for m in order if rank in (schedule.rank_of(m.from_stage), schedule.rank_of(m.to_stage))]
+        [m for m in order if rank in (schedule.rank_of(m.source), schedule.rank_of(m.goal))]
         for rank in range(schedule.num_ranks)
     ]
 
@@ -537,7 +537,7 @@ def test_messages_in_another_order_deadlock() -> None:
         tried += 1
         assert not ends_with_queues(schedule, edges, by_rank(schedule, order[::-1]))
         orders = by_rank(schedule, order)  # one rank that posts differently from the others is enough
-        rank = schedule.rank_of(order[0].from_stage)
+        rank = schedule.rank_of(order[0].source)
         kind, start, end, batch = order[0]
         assert kind == "activation"
         there, back = orders[rank].index(order[0]), orders[rank].index(Message("gradient", end, start, batch))

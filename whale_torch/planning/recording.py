@@ -18,7 +18,7 @@ from whale_torch.planning.taskgraph import TaskGraph
 from whale_torch.trace.cut import cut
 from whale_torch.trace.graph import Graph, Node, tensors_in
 from whale_torch.trace.program import StageProgram, stages_of_tensors
-from whale_torch.trace.sample_dims import BatchDim, Dims, SampleDims
+from whale_torch.trace.sample_dims import BatchDim, Dims, SampleDims, micro_batch_rows
 from whale_torch.trace.sizes import other_number
 from whale_torch.trace.slices import mark_slices
 from whale_torch.trace.tracer import Leaf, record
@@ -51,7 +51,7 @@ def record_step(
     sample_dims = SampleDims(model, batch_dim, where=pipeline.site)
     rows = sample_dims.count(args, kwargs)
     dims = sample_dims.of(args, kwargs, rows)
-    sizes = Counter(_parts(rows, pipeline.num_micro_batches))
+    sizes = Counter(micro_batch_rows(rows, pipeline.num_micro_batches))
     twin = Twin.of(model, torch.device("cpu"))
     twin.module.train()
     activations: Counter[tuple[int, int]] = Counter()
@@ -126,12 +126,6 @@ def check_busy(pipeline: PipelinePlan, programs: Sequence[StageProgram]) -> None
                 where=pipeline.site,
                 fix="enter the wh.stage() scopes in the order in which the forward calls their modules",
             )
-
-
-def _parts(rows: int, number: int) -> list[int]:
-    """Rows of each micro-batch."""
-    number = min(number, rows)
-    return [rows // number + (part < rows % number) for part in range(number)] if number else []
 
 
 def _results(graph: Graph) -> tuple[tuple[Node, ...], bool]:

@@ -254,5 +254,5 @@ def _ordered(
         schedule = schedule.forwards_first()
     flows = dict(edges)
     order = simulate(schedule, edges=flows).message_order
-    kept = (m for m in order if m.kind == "activation" or flows[m.to_stage, m.from_stage])
+    kept = (m for m in order if m.kind == "activation" or flows[m.goal, m.source])
     return schedule, tuple(Message(*m) for m in kept)
