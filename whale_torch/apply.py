@@ -138,9 +138,7 @@ def parallelize(
     else:
         runtime = PipelineRuntime(model, made, mesh, regions, reader, programs, seed)
         if places is not None:
-            runtime.let_go(model, places)
-            model.to(mesh.device)
-            runtime.take_up(places)
+            runtime.hold(model, places)
     make_root(model, runtime)
     keep_off_wrappers(model)
     close_annotations(model)

@@ -90,7 +90,6 @@ def test_an_idle_share_without_a_formula_is_simulated() -> None:
 def test_ranks_of_one_replica() -> None:
     plan = wh.plan(chain(num_ranks=2), cluster=EIGHT)
     assert plan.feeds == (0, 1, 2, 3, 0, 1, 2, 3) and plan.num_feeds == 4
-    assert [rank for rank in range(8) if plan.is_first_of_feed(rank)] == [0, 1, 2, 3]
 
 
 # ---- placement

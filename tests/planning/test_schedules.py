@@ -86,7 +86,6 @@ def test_every_size_is_legal(name: str) -> None:
         schedule = make(name, num_stages, num_batches, num_ranks)
         validate(schedule)
         assert [schedule.rank_of(stage) for stage in range(num_stages)] == [s % num_ranks for s in range(num_stages)]
-        assert all(schedule.stages_of(r) == tuple(range(r, num_stages, num_ranks)) for r in range(num_ranks))
         assert schedule.splits_backward == (name == "zero_bubble")
         assert set(graph(schedule)) == set(schedule.actions)
         assert tuple(TopologicalSorter(graph(schedule)).static_order())  # no cycle

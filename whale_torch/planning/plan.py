@@ -126,10 +126,6 @@ class Plan:
         """The feed of each rank: ranks of one feed are one replica."""
         return tuple(map(self.feed_of, range(self.world)))
 
-    def is_first_of_feed(self, rank: int) -> bool:
-        """Whether a rank speaks for its replica: the first of those that are fed the same batch."""
-        return rank == self.feeds.index(self.feed_of(rank))
-
     @property
     def sent_bytes(self) -> float:
         """Bytes that one rank sends in a training step."""

@@ -203,8 +203,7 @@ class PipelineRuntime(Runtime):
             self._trains = True
         if self._places is None:
             holders = Holders(model, self.plan.pipeline, self.pipeline.size, programs[0].stages)
-            self.let_go(model, Places(model, self.plan, self.mesh, holders))
-            self._take_up()
+            self.hold(model, Places(model, self.plan, self.mesh, holders))
         elif self._places.holders.by_names and not self._checked:
             self._places.holders.confirm(programs[0].stages)
             self._take_up()
@@ -214,15 +213,16 @@ class PipelineRuntime(Runtime):
                 self._places.holders.check(program.stages, program.written)
                 self._checked.add(program)
 
-    def let_go(self, model: nn.Module, places: Places) -> None:
-        """Goes by what lies where from here on: other ranks' values are let go."""
+    def hold(self, model: nn.Module, places: Places) -> None:
+        """Goes by what lies where from here on: other ranks' values are let go, and what stays moves to the device.
+
+        What follows from where parameters lie waits for the first call where only names say it.
+        """
         self._places = places
         places.note()
         places.refuse_calls()
         attach_state_hooks(model)
-
-    def take_up(self, places: Places) -> None:
-        """Makes what follows from where parameters lie; what names alone say waits for the first call."""
+        model.to(self.mesh.device)
         if not places.holders.by_names:
             self._take_up()
 
