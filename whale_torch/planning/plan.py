@@ -51,6 +51,10 @@ class Reduce:
     gradient_bytes: int = 0
     wire_bytes: int = 0
 
+    def wire_dtype(self, own: torch.dtype) -> torch.dtype:
+        """In which gradients of a dtype travel."""
+        return own if self.wire is None else getattr(torch, self.wire)
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:

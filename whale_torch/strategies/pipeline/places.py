@@ -17,15 +17,15 @@ from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
 from whale_torch.errors import CommError, LayoutError
 from whale_torch.mesh import Group, Mesh
+from whale_torch.planning.gradients import DEFAULT_BUCKET_BYTES, DEFAULT_MAX_IN_FLIGHT
 from whale_torch.planning.plan import Plan, Reduce
 from whale_torch.strategies.kept import Kept
 from whale_torch.strategies.pipeline.holders import Holders
 from whale_torch.strategies.pipeline.stand_ins import StandIns
+from whale_torch.strategies.replica import group_of_copies
 from whale_torch.strategies.state_hooks import note_pipelined
 
 __all__ = ["Places", "StageReducer", "averaging"]
-
-_SIZES_OF_TIES = 4 << 20, 8  # bytes of a bucket, and buckets at a time
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Places:
                 self._note_parameter(name, parameter)
         for name, module, key in list(self.holders.buffers()):
             if names is None or name in names:
-                self._note_pipelined(name, module, key)
+                self._note_buffer(name, module, key)
 
     def _note_parameter(self, name: str, parameter: nn.Parameter) -> None:
         before = place_of(parameter)
@@ -144,7 +144,7 @@ class Places:
         if not place.held:
             AbsentParameter.make(parameter, place, self._mesh.device)
 
-    def _note_pipelined(self, name: str, module: nn.Module, key: str) -> None:
+    def _note_buffer(self, name: str, module: nn.Module, key: str) -> None:
         place = ParameterPlace(
             name,
             self.copies_of(name),
@@ -174,13 +174,14 @@ class Places:
             for places in ((), *self.ties):
                 for dtype, names in self._by_dtype(reduce.parameters, places):
                     group = self._group(reduce, number, places, dtype)
-                    wire = getattr(torch, reduce.wire) if reduce.wire else dtype.to_real()
                     sizes = reduce.bucket_bytes, reduce.max_in_flight
+                    wire = reduce.wire_dtype(dtype.to_real())
                     found += self._reducer(group, wire, names, stand_ins, len(places) or 1, sizes)
+        sizes = DEFAULT_BUCKET_BYTES, DEFAULT_MAX_IN_FLIGHT
         for places in self.ties if not self._plan.reduces else ():  # one pipeline: only what is tied
             for dtype, names in self._by_dtype(self._parameters, places):
                 tie = self._tie(places, f"gradients {places} {dtype}")
-                found += self._reducer(tie, dtype.to_real(), names, stand_ins, len(places), _SIZES_OF_TIES)
+                found += self._reducer(tie, dtype.to_real(), names, stand_ins, len(places), sizes)
         return found
 
     def _by_dtype(
@@ -196,10 +197,7 @@ class Places:
 
     def _group(self, reduce: Reduce, number: int, places: tuple[int, ...], dtype: torch.dtype) -> Group:
         channel = f"gradients {number} {places} {dtype}"
-        if places:
-            return self._tie(places, channel)
-        join = self._mesh.two_levels if reduce.algorithm == "hierarchical" else self._mesh.group
-        return join(f"copies of {reduce.device}", self._plan.device(reduce.device).copies, channel=channel)
+        return self._tie(places, channel) if places else group_of_copies(reduce, self._plan, self._mesh, channel)
 
     def _reducer(
         self,
