@@ -18,7 +18,7 @@ from whale_torch.errors import PlanError
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan, Reduce
 
-__all__ = ["equalize", "group_of_copies", "make_reducers", "place_whole_parameters"]
+__all__ = ["equalize", "group_of_copies", "make_reducers", "place_whole_parameters", "sparse_parameters"]
 
 
 def place_whole_parameters(model: nn.Module, mesh: Mesh) -> None:
@@ -59,7 +59,7 @@ def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientRedu
     """One reducer for every group of gradients that the plan averages together, of what is trained now."""
     # by the names of the plan: a module may be wrapped since, and be called otherwise
     parameters = {place.name: p for p in model.parameters() if (place := place_of(p)) is not None}
-    sparse = _sparse_parameters(model)
+    sparse = sparse_parameters(model)
     reducers: list[GradientReducer] = []
     for number, reduce in enumerate(plan.reduces):
         device = plan.device(reduce.device)
@@ -91,7 +91,7 @@ def _check_dtypes(parameters: list[nn.Parameter]) -> None:
             )
 
 
-def _sparse_parameters(model: nn.Module) -> set[int]:
+def sparse_parameters(model: nn.Module) -> set[int]:
     """The weights whose gradients their modules make sparse."""
     return {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
 
