@@ -18,6 +18,7 @@ from torch import nn
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
+from whale_torch.names import joined
 from whale_torch.planning.flops import Measured, measure
 from whale_torch.planning.pipelines import PipelinePlan, topmost
 from whale_torch.planning.recording import arguments
@@ -94,8 +95,7 @@ def _has_state(module: nn.Module) -> bool:
 
 def _members(name: str, module: nn.Module) -> list[str]:
     """Names of the members that hold something."""
-    prefix = f"{name}." if name else ""
-    return [prefix + key for key, child in module.named_children() if _has_state(child)]
+    return [joined(name, key) for key, child in module.named_children() if _has_state(child)]
 
 
 def _units(

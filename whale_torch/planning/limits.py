@@ -8,6 +8,7 @@ from torch import nn
 
 from whale_torch.annotation import Annotation
 from whale_torch.errors import PlanError
+from whale_torch.names import containers
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.pipelines import PipelinePlan
 from whale_torch.planning.schedules import NAMES, from_table
@@ -187,7 +188,7 @@ def _check_stages(pipeline: PipelinePlan, model: nn.Module) -> None:
                 raise _in_two_stages(name, stage, name, found[name])
             found[name] = stage
     for name, stage in found.items():
-        outer = next((other for other in _around(name) if other in found), None)
+        outer = next((other for other in containers(name) if other in found), None)
         if outer is not None:
             raise _in_two_stages(name, stage, outer, found[outer])
 
@@ -197,9 +198,3 @@ def _in_two_stages(name: str, stage: int, other: str, other_stage: int) -> PlanE
         f"the plan's stage {stage} has '{name}', and its stage {other_stage} has '{other}'.",
         fix="name every module in one stage, and none that contains another one",
     )
-
-
-def _around(name: str) -> list[str]:
-    """Names of what contains a module, from the inside out; "" is the model."""
-    pieces = name.split(".") if name else []
-    return [".".join(pieces[:end]) for end in reversed(range(len(pieces)))]

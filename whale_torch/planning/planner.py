@@ -12,6 +12,7 @@ from torch import nn
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
+from whale_torch.names import joined
 from whale_torch.planning.balance import balanced_stages
 from whale_torch.planning.cost import DEFAULT_ROWS, price, shards_of, split_bytes
 from whale_torch.planning.gradients import plan_reduces
@@ -257,7 +258,7 @@ def _shards(
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            here = f"{module_name}.{key}" if module_name else key
+            here = joined(module_name, key)
             graph = grouping.graph_of.get(module_name)
             if graph is None:  # the same module under a second name
                 continue

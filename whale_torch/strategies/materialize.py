@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from whale_torch.comm.cut_tensor import without_memory
 from whale_torch.errors import PlanError
+from whale_torch.names import containers, joined
 from whale_torch.planning.layout import Shard
 from whale_torch.strategies.batch import digest
 from whale_torch.strategies.kept import Kept, NeedsAll, NeedsNoAbsent
@@ -37,7 +38,7 @@ def check_can_materialize(model: nn.Module, init_fn: InitFunction | None, given:
         return
     first = _first_names(model)
     for name, module in model.named_modules():
-        wanted = [key for key, t in _own(module) if _is_fresh(t, _full(name, key), first, given)]
+        wanted = [key for key, t in _own(module) if _is_fresh(t, joined(name, key), first, given)]
         if wanted and _reset_of(module) is None:
             raise PlanError(
                 f"module '{name}' ({type(module).__name__}) was built on the meta device with {', '.join(wanted)}, "
@@ -111,14 +112,14 @@ class _Materialize:
 
     def visit(self, name: str, module: nn.Module) -> None:
         self._held.append((module, dict(module._parameters), dict(module._buffers)))
-        own = [(key, t, _full(name, key)) for key, t in _own(module)]
+        own = [(key, t, joined(name, key)) for key, t in _own(module)]
         fresh = [key for key, t, full in own if _is_fresh(t, full, self.first, self.given)]
         for key, t, full in own:
             if _is_fresh(t, full, self.first):
                 self._reach(module, key, full)
         if not fresh and (self.init_fn is None or name not in self._around):
             return
-        self._around.update(_containers(name))
+        self._around.update(containers(name))
         asks = self._asks(name, module, fresh)
         again = self._gives_values(name, module, fresh) and self._initialise(name, module, fresh)
         if asks and self.any_rank(again):
@@ -141,7 +142,7 @@ class _Materialize:
         """Whether the module's initialiser may give values to something that this rank keeps."""
         if self._whole is not None:
             return self._needed
-        if any(self.kept.is_here(_full(name, key)) for key in fresh):
+        if any(self.kept.is_here(joined(name, key)) for key in fresh):
             return True
         own = {id(p) for p in module._parameters.values()}
         inside = (self.first[id(p)] for p in module.parameters() if id(p) not in own)
@@ -155,7 +156,7 @@ class _Materialize:
         if not members:
             return False
         own = {self.first[id(p)] for p in module._parameters.values() if p is not None}
-        names = {*members, *own, *(_full(name, key) for key in fresh)}
+        names = {*members, *own, *(joined(name, key) for key in fresh)}
         return len({self.kept.places.get(first) for first in names}) > 1
 
     def _members(self, name: str, module: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
@@ -226,13 +227,13 @@ class _Materialize:
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     like = torch.empty(self._local_shape(parameter), dtype=parameter.dtype, device="meta")
-                    self._swap(parameter, without_memory(like, self.kept.device), _full(name, key))
+                    self._swap(parameter, without_memory(like, self.kept.device), joined(name, key))
 
     def _initialise(self, name: str, module: nn.Module, fresh: list[str]) -> bool:
         """Whether it has to be done again with the whole module, since it needs values that are not whole here."""
         throwaways = self._shield(module, fresh)
         for key in fresh:
-            self._make(module, key, _full(name, key), whole=True)
+            self._make(module, key, joined(name, key), whole=True)
         before = {key: t for key, t in _own(module) if key in fresh}
         versions = {key: _mark_unset(t) for key, t in before.items()}
         members = self._members(name, module)
@@ -280,10 +281,10 @@ class _Materialize:
         """Raises PlanError where an initialiser replaced a parameter or left a tensor unset."""
         how = self._what()
         if key in module._parameters and module._parameters[key] is not made:
-            raise PlanError(f"{how} replaces parameter '{_full(name, key)}'.", fix="set its values in place")
+            raise PlanError(f"{how} replaces parameter '{joined(name, key)}'.", fix="set its values in place")
         if (module._parameters.get(key) is made or module._buffers.get(key) is made) and _is_unset(made, version):
             raise PlanError(
-                f"{how} leaves '{_full(name, key)}' of {type(module).__name__} unset.",
+                f"{how} leaves '{joined(name, key)}' of {type(module).__name__} unset.",
                 fix="set it there, give wh.parallelize(init_fn=lambda module: ...), or build the model with memory",
             )
 
@@ -356,16 +357,6 @@ def _first_names(model: nn.Module) -> dict[int, str]:
 def _is_fresh(t: Tensor, name: str, first: dict[int, str], given: Collection[str] = ()) -> bool:
     """Whether this module is where the tensor gets its values: on meta, not tied to one named earlier, not given."""
     return t.is_meta and name not in given and first.get(id(t), name) == name
-
-
-def _full(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
-def _containers(name: str) -> Iterator[str]:
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from whale_torch.names import joined
 from whale_torch.trace.graph import Made, Node, map_nodes
 
 __all__ = ["StageProgram", "Step", "stages_of_tensors"]
@@ -105,8 +106,8 @@ def stages_of_tensors(model: nn.Module, programs: Iterable[StageProgram]) -> dic
     first = {id(p): name for name, p in model.named_parameters()}
 
     def named(module: nn.Module, key: str) -> str:
-        parameter, owner = module._parameters.get(key), owners[id(module)]
-        return first[id(parameter)] if parameter is not None else f"{owner}.{key}" if owner else key
+        parameter = module._parameters.get(key)
+        return joined(owners[id(module)], key) if parameter is None else first[id(parameter)]
 
     def used(program: StageProgram) -> Iterator[str]:
         for name in program.modules:

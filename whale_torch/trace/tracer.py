@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
+from whale_torch.names import joined
 from whale_torch.trace.graph import Graph, Node, is_scalar, leaves_in, memory, tensors_in
 from whale_torch.trace.patching import patched
 from whale_torch.trace.randomness import foreign_random_kept, random_state_kept
@@ -262,8 +263,7 @@ class _Recorder(TorchFunctionMode):
             )
         now = dict(_buffers(module))
         written = [key for key, x, version in buffers if now.get(key) is not x or x._version != version]
-        prefix = f"{name}." if name else ""
-        self.values.graph.written.update(dict.fromkeys(f"{prefix}{key}" for key in written))
+        self.values.graph.written.update(dict.fromkeys(joined(name, key) for key in written))
         changed = [x for x, version in before if x._version != version]
         for x in changed:
             self.values.spoil(x)

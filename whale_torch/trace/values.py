@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
+from whale_torch.names import joined
 from whale_torch.trace.graph import OF_TORCH, PLAIN, Context, Graph, Made, Node, item, leaves_in, like_dict
 
 __all__ = ["Values", "hides_tensors"]
@@ -149,12 +150,11 @@ def _tensors_of(root: nn.Module) -> dict[int, tuple[Tensor, Literal["parameter",
     """Tensors that belong to modules, by id: themselves, kind, and dotted name or (name, *where in the attribute)."""
     found: dict[int, tuple[Tensor, Literal["parameter", "buffer"], Any]] = {}
     for name, module in root.named_modules():
-        prefix = f"{name}." if name else ""
         for key, value in vars(module).items():
             if key in OF_TORCH:
                 continue
             for path, x in _inside_of(value, ()):
-                found.setdefault(id(x), (x, "buffer", (prefix + key, *path) if path else prefix + key))
+                found.setdefault(id(x), (x, "buffer", (joined(name, key), *path) if path else joined(name, key)))
     found |= {id(x): (x, "buffer", name) for name, x in root.named_buffers()}
     found |= {id(x): (x, "parameter", name) for name, x in root.named_parameters()}
     return found
