@@ -28,7 +28,7 @@ from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Combine, Count, rewrite
 from whale_torch.trace.sample_dims import Dims, SampleDims
 from whale_torch.trace.settings import Settings, frozen, hooks_of
-from whale_torch.trace.sizes import Sizes, other_number
+from whale_torch.trace.sizes import Sizes, differing_dims, other_number
 from whale_torch.trace.slices import mark_slices
 from whale_torch.trace.tracer import record
 from whale_torch.trace.twin import Twin
@@ -272,7 +272,7 @@ def _dims_of(graph: Graph, other: Graph, returned: list[Node | None], rows: int)
         pair = sizes.pairs[node].value
         if node.value.dim() != pair.dim():
             return None
-        dims = [dim for dim, (a, b) in enumerate(zip(node.value.shape, pair.shape, strict=True)) if a != b]
+        dims = differing_dims(node.value, pair)
         if len(dims) == 1 and node.value.shape[dims[0]] == rows:
             found[place] = dims[0]
         elif dims or any(source.kind == "input" and sizes.differ(source) for source in graph.needed([node])):
