@@ -63,10 +63,14 @@ def make_plan(
 def measured_at(model: nn.Module, default: tuple[Annotation, ...] = ()) -> str | None:
     """The line of the pipeline that is to be balanced by measured seconds, None where there is none.
 
-    Raises PlanError where scopes ask for two pipelines.
+    Raises PlanError where nothing would follow them, and where scopes ask for two pipelines.
     """
-    scope = scope_of(group_modules(model, default).graphs)
-    return None if scope is None or scope.get("balance") != "measured" else scope.site
+    graphs = group_modules(model, default).graphs
+    scope = scope_of(graphs)
+    if scope is None or scope.get("balance") != "measured":
+        return None
+    check_pipeline_scopes(graphs, scope)
+    return None if num_stages_of(scope) is None else scope.site
 
 
 def _plan_pipeline(
