@@ -123,10 +123,16 @@ class Programs:
         dims: along which the tensors have a row for each sample.
         """
         key = mode, rows, dims, self._key(args, kwargs)
-        found = self._known[key] = self._known.pop(key, [])  # the last one used comes last
-        for settings, program in found:
-            if settings.hold():
-                return program
+        found = next((program for settings, program in self._known.get(key, ()) if settings.hold()), None)
+        made = [] if found else [self._record(args, kwargs, rows, mode, dims)]
+        self._known[key] = [*self._known.pop(key, ()), *made]  # the last one used comes last
+        self._forget()
+        return found or made[0][1]
+
+    def _record(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, mode: Mode, dims: Dims
+    ) -> tuple[Settings, Program]:
+        """A new program, and the settings that it holds for."""
         self._twin.follow(self._model)
         graph = record(self._twin, args, kwargs, self._leaf)
         other = self._other(args, kwargs, rows, dims)
@@ -134,9 +140,7 @@ class Programs:
         program = self._make(graph, other, mode, rows)
         opened = dict.fromkeys((*graph.opened, *other.opened))
         self._check_hooks(opened)
-        found.append((Settings(self._named, dict.fromkeys((*graph.reads, *other.reads)), opened), program))
-        self._forget()
-        return program
+        return Settings(self._named, dict.fromkeys((*graph.reads, *other.reads)), opened), program
 
     def _other(self, args: Any, kwargs: Any, rows: int, dims: Dims) -> Graph:
         """A recording at another batch size."""
