@@ -1198,6 +1198,27 @@ def statistics_in_two_stages(rank: int, n: int) -> None:
 
 @mistake(
     T,
+    "A loss that ranks multiply by different numbers",
+    wh.CommError,
+    r"the loss of a pipeline was multiplied by 1 on rank 0 and by 2 on rank 1, in all backwards since the last call",
+    ranks=2,
+)
+def loss_of_different_factors(rank: int, n: int) -> None:
+    """A pipeline's loss is the mean over all samples, whatever number of them each replica had."""
+
+    class Squares(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = super().forward(x)
+            return out.square().mean()
+
+    layers = Squares(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2, num_ranks=1))
+    (model(torch.ones(2, 4)) * (1 + rank)).backward()
+    model(torch.ones(2, 4))
+
+
+@mistake(
+    T,
     "A member of another rank's stage called by itself",
     wh.LayoutError,
     r"module '\d' of a pipelined model was called on a rank that does not hold its parameters",

@@ -38,7 +38,7 @@ _COUNT_BYTES = 48
 _LOSS_BYTES = 72
 _ID_BYTES = 8
 # A pipeline: what it is fed, the counts of a loss with one mean in it, its value.
-_FED_BYTES, _LOSS_COUNT_BYTES, _LOSS_VALUE_BYTES = 48, 24, 8
+_FED_BYTES, _LOSS_COUNT_BYTES, _LOSS_VALUE_BYTES = 56, 24, 8
 
 
 def price(plan: Plan, model: nn.Module) -> Plan:

@@ -85,7 +85,7 @@ class Run:
         loss = self.program.loss
         assert loss is not None
         scalars[loss] = Deliver.apply(  # type: ignore[no-untyped-call]
-            scalars[loss], held, self._scale, self._before_backward, self.runtime.anchor, *self.runtime.trained()
+            scalars[loss], held, self._scale, self._before_delivery, self.runtime.anchor, *self.runtime.trained()
         )
         return self._given(scalars)
 
@@ -202,6 +202,10 @@ class Run:
 
     def _averaging(self) -> contextlib.AbstractContextManager[None]:
         return averaging(self.runtime.reducers) if self._sync else contextlib.nullcontext()
+
+    def _before_delivery(self, grad: Tensor) -> None:
+        self.runtime.factors.note(grad)
+        self._before_backward()
 
     def _before_backward(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self.runtime.note_gradients)

@@ -25,6 +25,7 @@ from whale_torch.planning.recording import check_busy
 from whale_torch.planning.slices import SlicedModules
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.members import Members
+from whale_torch.strategies.pipeline.factors import Factors
 from whale_torch.strategies.pipeline.holders import Holders
 from whale_torch.strategies.pipeline.places import Places, StageReducer, averaging
 from whale_torch.strategies.pipeline.programs import Mode, Program, Programs
@@ -97,6 +98,7 @@ class PipelineRuntime(Runtime):
         self.users: list[tuple[nn.Parameter, set[int]]] = []
         self._whole_model: Callable[..., Any] = model
         self._witness: Witness | None = None
+        self.factors = Factors()
         self.broken = ""  # the error that ended a step in the middle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
@@ -278,11 +280,12 @@ class PipelineRuntime(Runtime):
         Both as means over replicas where gradients are, else of this pipeline alone; counts of numbers that no backward
         starts at are always this pipeline's. program: a hash of what the stages do. Raises LayoutError, on every rank,
         where the ranks of one pipeline were fed different batches or recorded different forwards, CommError where ranks
-        train different parameters, or multiplied their gradients by different numbers.
+        train different parameters, or multiplied their losses or gradients by different numbers.
         """
         code = self._trained_code.code if grad else 0
         seen = self._witness.take() if grad and self._witness is not None else 0
-        told = torch.tensor([batch.digest, batch.rows, len(counts), code, program, seen])
+        factors = self.factors.take() if grad else 0
+        told = torch.tensor([batch.digest, batch.rows, len(counts), code, program, seen, factors])
         group = self.mesh.everyone() if grad else self.pipeline
         if group.size > 1:
             self._check_fed(group, gather_equal(told, group, name="what a pipeline is fed").tolist())
@@ -313,6 +316,7 @@ class PipelineRuntime(Runtime):
                 )
         if self._witness is not None:
             self._witness.check([row[5] for row in rows])
+        Factors.check([row[6] for row in rows], group.ranks)
         if any(row[2] != rows[0][2] for row in rows):
             raise LayoutError(
                 f"the pipelines count {sorted({row[2] - 1 for row in rows})} terms of the loss.",
