@@ -1,4 +1,6 @@
-"""What a pipelined model returns in training: scalars, and placeholders that say why they are none."""
+"""What a pipelined model returns: numbers, of which each micro-batch gives a part, and in training placeholders for the
+rest.
+"""
 
 from __future__ import annotations
 
