@@ -43,6 +43,7 @@ from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized
 from whale_torch.strategies.split import apply_split, cut_parameters
 from whale_torch.strategies.state_hooks import attach_state_hooks
 from whale_torch.strategies.wrappers import keep_off_wrappers, refuse_wrappers
+from whale_torch.trace.program import StageProgram
 
 __all__ = ["parallelize", "plan"]
 
@@ -56,7 +57,7 @@ def plan(
 
     cluster: default one rank; its layout of nodes and ranks decides, its rates are only printed.
     sample_inputs: what one rank would be fed, for byte counts, and to balance and place a pipeline.
-    Raises AnnotationError and PlanError as wh.parallelize would.
+    Raises AnnotationError, PlanError, TraceError and LossError as wh.parallelize would.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"wh.plan takes an nn.Module, got {type(model).__name__}.", fix="wh.plan(model, cluster=...)")
@@ -75,7 +76,18 @@ def plan(
         sample_inputs=sample_inputs,
         seconds=_seconds(model, default, sample_inputs, torch.device("cpu")),
     )
-    return made if sample_inputs is None else rehearse(made, model, sample_inputs)
+    if sample_inputs is None:
+        return made
+    if made.pipeline is not None:  # what parallelize would find
+        reader = BatchReader(model, made.batch_dim, items=False)
+        _stages_of(Programs(model, made, torch.device("cpu")), reader, sample_inputs)
+    return rehearse(made, model, sample_inputs)
+
+
+def _stages_of(programs: Programs, reader: BatchReader, sample_inputs: object) -> tuple[StageProgram, ...]:
+    """What the stages run of a call. Raises TraceError and LossError where no pipeline can run it."""
+    args, kwargs = arguments(sample_inputs)
+    return programs.ahead(args, kwargs, reader.read(args, kwargs, hashed=False).rows)
 
 
 def _default(scope: Scope | None) -> tuple[Annotation, ...]:
@@ -181,10 +193,7 @@ def _places(
         return None
 
     def decide() -> Holders:
-        stages = None
-        if sample_inputs is not None:
-            args, kwargs = arguments(sample_inputs)
-            stages = programs.ahead(args, kwargs, reader.read(args, kwargs, hashed=False).rows)
+        stages = None if sample_inputs is None else _stages_of(programs, reader, sample_inputs)
         assert made.pipeline is not None
         return Holders(model, made.pipeline, made.pipeline.num_ranks, stages)
 

@@ -783,3 +783,31 @@ def test_rows_are_counted_where_batch_dim_says(batch_dim: Any) -> None:
     plan = wh.plan(model, cluster=wh.Cluster.of(1, 4), sample_inputs=torch.zeros(7, 4, 8))
     text = " ".join(str(plan).split())
     assert "estimated at 4 rows a rank" in text and "in a step of 4 rows" in text
+
+
+class Mixes(nn.Sequential):
+    """Its samples meet between the stages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self[0](x)
+        out: Tensor = self[1](h - h.mean(0))
+        return out
+
+
+class Root(nn.Sequential):
+    """Its loss is no sum over samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x).square().mean().sqrt()
+        return out
+
+
+@pytest.mark.parametrize(("kind", "error"), [(Mixes, wh.TraceError), (Root, wh.LossError)])
+def test_a_plan_refuses_inputs_on_which_no_pipeline_runs(kind: type[nn.Module], error: type[wh.WhaleError]) -> None:
+    def planned(**options: Any) -> wh.Plan:
+        model = kind(nn.Linear(4, 4), nn.Linear(4, 4))
+        return wh.plan(wh.pipeline(model, num_stages=2, **options), cluster=EIGHT, sample_inputs=torch.ones(8, 4))
+
+    with pytest.raises(error):
+        planned()
+    assert planned(mixing="accept").pipeline is not None
