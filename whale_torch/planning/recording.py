@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_torch.errors import PlanError, WhaleError
+from whale_torch.errors import PlanError, WhaleError, first_line
 from whale_torch.planning.flops import Measured, measure
 from whale_torch.planning.pipelines import Moved, PipelinePlan, leaf_of, topmost
 from whale_torch.planning.slices import SlicedModules
@@ -106,10 +106,9 @@ def _record(
     except WhaleError:
         raise
     except Exception as error:  # the model is the user's
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise PlanError(
             f"a pipeline is cut where a forward is recorded, which fails on these sample_inputs: "
-            f"{type(error).__name__}: {reason}",
+            f"{type(error).__name__}: {first_line(error)}",
             where=site,
             fix="give what the model can be called with: a tensor, a tuple of positional or a dict of named inputs",
         ) from error

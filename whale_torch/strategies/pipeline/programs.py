@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.comm.cut_tensor import kinds_of
-from whale_torch.errors import LossError, TraceError, WhaleError
+from whale_torch.errors import LossError, TraceError, WhaleError, first_line
 from whale_torch.planning.pipelines import leaf_of
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.slices import SlicedModules
@@ -150,9 +150,8 @@ class Programs:
         except WhaleError:
             raise
         except Exception as error:  # the model is the user's
-            reason = next(iter(str(error).strip().splitlines()), "no message")
             raise TraceError(
-                f"the forward runs on {rows} samples and fails on {other}: {type(error).__name__}: {reason}",
+                f"the forward runs on {rows} samples and fails on {other}: {type(error).__name__}: {first_line(error)}",
                 where=self._plan.site,
                 fix="a pipeline records it at two numbers of samples to see what mixes them: let it take any number, "
                 f"put what needs one into a module of a stage, or, {_NO_SAMPLES}",
@@ -235,9 +234,8 @@ def _cut_from(whole: int, rows: int, site: str) -> Iterator[None]:
     except RuntimeError as error:
         if rows == whole or isinstance(error, WhaleError):
             raise
-        reason = next(iter(str(error).strip().splitlines()), "no message")
         raise TraceError(
-            f"the forward fails on a micro-batch of {rows} samples of {whole}: {reason}",
+            f"the forward fails on a micro-batch of {rows} samples of {whole}: {first_line(error)}",
             where=site,
             fix=f"let it take any number of samples, or, {_NO_SAMPLES}",
         ) from error

@@ -18,7 +18,7 @@ from whale_torch.comm.collectives import gather_equal
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
 from whale_torch.comm.scale import Witness
-from whale_torch.errors import CommError, LayoutError, PlanError
+from whale_torch.errors import CommError, LayoutError, PlanError, first_line
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.recording import check_busy
@@ -145,7 +145,7 @@ class PipelineRuntime(Runtime):
             yield
         except BaseException as error:
             if self.pipeline.size > 1:
-                self.broken = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                self.broken = f"{type(error).__name__}: {first_line(error)}"
             raise
 
     def modules(self) -> Iterable[nn.Module]:
