@@ -70,7 +70,7 @@ def _trained(rank: int, n: int, kind: str, options: dict[str, Any]) -> tuple[lis
 
 @pytest.mark.parametrize("kind", ["alone", "tied", "twice"])
 @pytest.mark.parametrize(("n", "options"), [(4, {}), (2, {}), (4, {"num_ranks": 1}), (1, {})])
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_sparse_embeddings(n: int, kind: str, options: dict[str, Any]) -> None:
     for errors, sparse in world(n, _trained, kind, options):
         assert max(errors) < 1e-5
