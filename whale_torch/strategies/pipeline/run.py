@@ -204,7 +204,8 @@ class Run:
         return averaging(self.runtime.reducers) if self._sync else contextlib.nullcontext()
 
     def _before_delivery(self, grad: Tensor) -> None:
-        self.runtime.factors.note(grad)
+        if self.runtime.mesh.world > 1:
+            self.runtime.factors.note(grad)
         self._before_backward()
 
     def _before_backward(self) -> None:
