@@ -69,7 +69,7 @@ def materialize(
     end without memory, buffers on the meta device.
     any_rank: whether a flag is set on some rank.
     Raises PlanError, with the model as it was, where an initialiser leaves a tensor unset, replaces a parameter, or
-    changes values of a member that had memory before or is tied to what lies elsewhere.
+    changes values of a member that had memory before.
     """
     run = _Materialize(model, cuts, seed, init_fn, given, kept or Kept(), any_rank)
     try:
@@ -108,7 +108,6 @@ class _Materialize:
         # names, and what is here of them, that are cut or given back later, while a container is whole
         self._whole: dict[str, nn.Parameter | None] | None = None
         self._needed = True  # whether a container that is whole is whole here
-        self._drawn: list[str] = []
 
     def visit(self, name: str, module: nn.Module) -> None:
         self._held.append((module, dict(module._parameters), dict(module._buffers)))
@@ -123,8 +122,7 @@ class _Materialize:
         asks = self._asks(name, module, fresh)
         again = self._gives_values(name, module, fresh) and self._initialise(name, module, fresh)
         if asks and self.any_rank(again):
-            if self._whole is not None:
-                raise self._lies_elsewhere(name, module)
+            assert self._whole is None, "a container that is whole has all that its initialiser may draw"
             self._again(name, module)
 
     def _reach(self, module: nn.Module, key: str, full: str) -> None:
@@ -270,12 +268,7 @@ class _Materialize:
         for member, t in changed:
             if id(t) in self.had_memory:
                 raise PlanError(f"{how} changes '{member}' of a member, which had values before.", fix=_FIX)
-        self._drawn = [member for member, t in changed if not _is_constant(t)]
-        return bool(self._drawn)
-
-    def _lies_elsewhere(self, name: str, module: nn.Module) -> PlanError:
-        how, members = self._how(name, module), self._drawn or "parameters"
-        return PlanError(f"{how} changes {members} of members, which lie elsewhere too.", fix=_FIX)
+        return not all(_is_constant(t) for _, t in changed)
 
     def _check_set(self, name: str, module: nn.Module, key: str, made: Tensor, version: int) -> None:
         """Raises PlanError where an initialiser replaced a parameter or left a tensor unset."""
