@@ -73,7 +73,7 @@ def test_the_cuda_library_loads_and_registers_without_a_gpu() -> None:
         "from whale_torch.ops import schemas\n"
         "torch.ops.load_library(sys.argv[1])\n"
         "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
-        "assert all(has(f'whale::{name}', 'CUDA') for name in schemas.COMPILED_OPS)\n"
+        "assert all(has(f'whale::{name}', 'CUDA') for name in schemas.COMPILED_OPS if name not in schemas.HOST_OPS)\n"
     )
     command = [sys.executable, "-c", program, str(PACKAGE / "_C_cuda.so")]
     done = subprocess.run(

@@ -52,6 +52,9 @@ def example_arguments() -> dict[str, list[tuple[Any, ...]]]:
         "softmax_grad": [(logits, *grad, None, None), (logits.t().contiguous().t(), *grad, COEF, weight)],
         "softmax_grad_": [(logits.clone(), *grad, None, None), (logits.bfloat16(), *grad, COEF, weight)],
         **moe_arguments(),
+        "copy_blocks": [(torch.arange(8).byte(), torch.tensor([(0, 4, 2), (3, 0, 4)]), torch.zeros(8).byte())],
+        "post_flag": [(torch.zeros(2, 16).int(), 1, 3)],
+        "await_flags": [(torch.zeros(2, 16).int(), [0, 1], 0, 0)],
         "linear_softmax_stats": [(*linear, TARGET, 0, None, False, 4), (*linear[:2], None, TARGET, 0, weight, True, 4)],
         "linear_softmax_grad": [(*linear, *grad, None, None, 4), (*linear[:2], None, *grad, COEF, weight, 4)],
     }

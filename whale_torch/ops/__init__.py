@@ -1,17 +1,23 @@
-"""The ops behind buckets, sharded losses and experts: specified in Python, compiled where a compiler was there."""
+"""The ops behind buckets, sharded losses, experts and memory that ranks share.
+
+They are specified in Python, and compiled where a compiler was there.
+"""
 
 from whale_torch.ops.autograd import cross_entropy, linear_cross_entropy
 from whale_torch.ops.bucket import bucket_amax, bucket_pack, bucket_unpack
 from whale_torch.ops.library import backend
 from whale_torch.ops.permutation import moe_chunk_sort, moe_combine, moe_combine_backward, moe_permute
 from whale_torch.ops.routing import moe_positions, moe_route, moe_route_backward
+from whale_torch.ops.shared import await_flags, copy_blocks, post_flag
 from whale_torch.ops.softmax import linear_softmax_grad, linear_softmax_stats, softmax_grad, softmax_stats
 
 __all__ = [
+    "await_flags",
     "backend",
     "bucket_amax",
     "bucket_pack",
     "bucket_unpack",
+    "copy_blocks",
     "cross_entropy",
     "linear_cross_entropy",
     "linear_softmax_grad",
@@ -23,6 +29,7 @@ __all__ = [
     "moe_positions",
     "moe_route",
     "moe_route_backward",
+    "post_flag",
     "softmax_grad",
     "softmax_stats",
 ]

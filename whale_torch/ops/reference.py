@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
 from whale_torch.ops.precision import arithmetic_dtype, statistics_dtype
 
-__all__ = ["bucket_amax", "bucket_pack", "bucket_unpack", "softmax_grad", "softmax_grad_", "softmax_stats"]
+__all__ = [
+    "await_flags",
+    "bucket_amax",
+    "bucket_pack",
+    "bucket_unpack",
+    "copy_blocks",
+    "post_flag",
+    "softmax_grad",
+    "softmax_grad_",
+    "softmax_stats",
+]
 
 
 def _cast(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -37,6 +49,31 @@ def bucket_amax(tensors: list[Tensor]) -> Tensor:
         if tensor.numel():
             largest = torch.maximum(largest, tensor.detach().abs().amax().to(torch.float32))
     return largest
+
+
+def copy_blocks(source: Tensor, blocks: Tensor, target: Tensor) -> None:
+    """target[to : to + size] = source[start : start + size] for each (start, to, size) of blocks, in bytes."""
+    for start, to, size in blocks.tolist():
+        target.narrow(0, to, size).copy_(source.narrow(0, start, size))
+
+
+def post_flag(flags: Tensor, place: int, number: int) -> None:
+    """flags[place, 0] = number, after all that this process wrote before."""
+    flags[place, 0] = (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def await_flags(flags: Tensor, places: list[int], number: int, timeout_ms: int) -> Tensor:
+    """Waits until flags[place, 0] - number >= 0 at all places; the first one where it is not in time, -1 if none.
+
+    The difference is one of int32, so that numbers may go past the largest.
+    """
+    deadline = time.monotonic() + timeout_ms / 1000
+    for place in places:
+        while (int(flags[place, 0]) - number + (1 << 31)) % (1 << 32) < 1 << 31:
+            if time.monotonic() > deadline:
+                return torch.tensor(place)
+            time.sleep(0.0002)
+    return torch.tensor(-1)
 
 
 def _local_target(target: Tensor, first_class: int, num_classes: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.library import Library, register_fake
 
 from whale_torch.ops.precision import statistics_dtype
 
-__all__ = ["COMPILED_OPS", "LIBRARY", "OPS"]
+__all__ = ["COMPILED_OPS", "HOST_OPS", "LIBRARY", "OPS"]
 
 # Kept alive: a Library unregisters what it defined when it is collected.
 LIBRARY = Library("whale", "DEF")
@@ -41,6 +41,9 @@ _SCHEMAS = {
     "moe_combine": "(Tensor y, Tensor positions, Tensor? weights, Tensor(a!) out) -> ()",
     "moe_combine_backward": "(Tensor dy, Tensor y, Tensor positions, Tensor weights, Tensor(a!) drows) -> Tensor",
     "moe_chunk_sort": "(Tensor x, Tensor lengths, bool inverse, Tensor(a!) out) -> ()",
+    "copy_blocks": "(Tensor source, Tensor blocks, Tensor(a!) target) -> ()",
+    "post_flag": "(Tensor(a!) flags, int place, int number) -> ()",
+    "await_flags": "(Tensor flags, int[] places, int number, int timeout_ms) -> Tensor",
     "linear_softmax_stats": (
         "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int first_class, Tensor? class_weight, "
         "bool smoothing, int chunk) -> Tensor"
@@ -54,6 +57,8 @@ _SCHEMAS = {
 OPS = tuple(_SCHEMAS)
 # The linear ops loop over matmuls and the softmax ops in Python on every device: there is nothing to compile.
 COMPILED_OPS = tuple(name for name in OPS if not name.startswith("linear_"))
+# Of memory that processes of one host share: compiled for the CPU alone.
+HOST_OPS = ("copy_blocks", "post_flag", "await_flags")
 
 for _name, _schema in _SCHEMAS.items():
     LIBRARY.define(_name + _schema)
@@ -129,6 +134,18 @@ def _fake_moe_chunk_sort(x: Tensor, lengths: Tensor, inverse: bool, out: Tensor)
     return None
 
 
+def _fake_copy_blocks(source: Tensor, blocks: Tensor, target: Tensor) -> None:
+    return None
+
+
+def _fake_post_flag(flags: Tensor, place: int, number: int) -> None:
+    return None
+
+
+def _fake_await_flags(flags: Tensor, places: list[int], number: int, timeout_ms: int) -> Tensor:
+    return flags.new_empty((), dtype=torch.int64)
+
+
 def _fake_linear_softmax_stats(x: Tensor, *arguments: object) -> Tensor:
     return x.new_empty((4, x.shape[0]), dtype=statistics_dtype(x.dtype))
 
@@ -154,6 +171,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "moe_combine": _fake_moe_combine,
     "moe_combine_backward": _fake_moe_combine_backward,
     "moe_chunk_sort": _fake_moe_chunk_sort,
+    "copy_blocks": _fake_copy_blocks,
+    "post_flag": _fake_post_flag,
+    "await_flags": _fake_await_flags,
     "linear_softmax_stats": _fake_linear_softmax_stats,
     "linear_softmax_grad": _fake_linear_softmax_grad,
 }
