@@ -21,6 +21,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_async",
     "all_to_all_rows",
+    "all_to_all_rows_async",
     "broadcast",
     "broadcast_copy",
     "gather_equal",
@@ -213,14 +214,35 @@ def all_to_all_rows(
     x: torch.Tensor, sent: list[int], received: list[int], group: Group, *, name: str = "all-to-all"
 ) -> torch.Tensor:
     """Sends sent[i] rows to the i-th rank, receives received[i] from it: [sum(sent), ...] -> [sum(received), ...]."""
+    return all_to_all_rows_async(x, sent, received, group, name=name)()
+
+
+def all_to_all_rows_async(
+    x: torch.Tensor,
+    sent: list[int],
+    received: list[int],
+    group: Group,
+    *,
+    name: str = "all-to-all",
+    out: torch.Tensor | None = None,
+) -> Callable[[], torch.Tensor]:
+    """Starts all_to_all_rows, into `out` where it is given; the returned function waits for the rows.
+
+    x must not change before that.
+    """
     if group.size == 1:
-        return x
+        return lambda: x
     x = x.contiguous()
-    out = x.new_empty(sum(received), *x.shape[1:])
+    out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
     row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else 0)
     group.count((sum(sent) - sent[group.index]) * row_bytes, name)
-    _run(group, name, lambda: _start_all_to_all(out, x, group, received, sent).wait())
-    return out
+    work = _run(group, name, lambda: _start_all_to_all(out, x, group, received, sent))
+
+    def arrive() -> torch.Tensor:
+        _wait(group, name, work)
+        return out
+
+    return arrive
 
 
 def reduce_scatter_rows(
