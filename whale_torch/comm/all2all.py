@@ -123,8 +123,8 @@ class AllToAll:
         n = self.group.size
         even = Splits(torch.ones(n, n, 1, dtype=torch.int64), self.group.index)
         self.start(torch.zeros(n, pair_bytes, dtype=torch.uint8, device=self._device), even, route)()
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def start(self, x: Tensor, splits: Splits, route: str | None) -> Arrival:
         """Starts the exchange of rows of bytes; a route that memory is too small for is taken without it."""
