@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import time
 from datetime import timedelta
@@ -17,7 +18,7 @@ import torch
 from tests.world import outcomes, world
 from whale_torch import ops
 from whale_torch.comm import node_memory
-from whale_torch.comm.all2all import AllToAll
+from whale_torch.comm.all2all import AllToAll, Underway
 from whale_torch.errors import CommError
 from whale_torch.exits import Word, leave_word
 from whale_torch.mesh import start
@@ -193,3 +194,34 @@ def test_nothing_is_left_of_killed_ranks() -> None:
 def _free() -> int:
     space = os.statvfs("/dev/shm")
     return space.f_bavail * space.f_frsize
+
+
+def _any_order(rank: int, n: int, seed: int) -> None:
+    """Exchanges of many sizes and routes, of which several are under way and any is finished next."""
+    alike, own = random.Random(seed), random.Random(rank)
+    rows = _rows(n)
+    under_way: list[tuple[Underway, torch.Tensor]] = []
+    for number in range(60):
+        generator = torch.Generator().manual_seed(alike.randrange(1 << 30))
+        counts = torch.randint(0, alike.choice([2, 4, 50, 2000]), (n, n), generator=generator)
+        counts[alike.randrange(n)] *= alike.randrange(2)
+        splits = rows.splits(counts[rank])
+        width = alike.choice([1, 3, 16])
+        tags = torch.arange(n * n).view(n, n) + number * n * n
+        sent = tags[rank].repeat_interleave(counts[rank])[:, None].expand(-1, width)
+        expected = tags[:, rank].repeat_interleave(counts[:, rank])[:, None].expand(-1, width)
+        if own.random() < 0.1:
+            time.sleep(0.005)
+        under_way.append((rows.begin(sent, splits, route=alike.choice(rows.routes())), expected))
+        while len(under_way) > alike.randrange(6):
+            flight, came = under_way.pop(alike.randrange(len(under_way)))
+            assert flight.finish().equal(came), number
+    for flight, came in under_way:
+        assert flight.finish().equal(came)
+
+
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("n", "per_node"), [(4, 2), (3, 3), (2, 2)])
+def test_exchanges_end_in_any_order(n: int, per_node: int, seed: int) -> None:
+    world(n, _any_order, seed, local_world_size=per_node)

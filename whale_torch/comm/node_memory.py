@@ -44,7 +44,10 @@ NUM_SLOTS = 3
 
 
 class Flag(IntEnum):
-    """What a rank tells the others of its node, each with the number of the exchange."""
+    """What a rank tells the others of its node about an exchange, by its number in the flag of its slot.
+
+    A flag a slot: exchanges may end in another order than they began.
+    """
 
     WRITTEN = 0
     ARRIVED = 1
@@ -84,8 +87,7 @@ class NodeMemory:
         self.capacity = 0
         self._slots: Tensor | None = None
         self._lock = -1
-        self._all = [[flag * inside.size + place for place in range(inside.size)] for flag in Flag]
-        num_bytes = len(Flag) * inside.size * FLAG_NUMBERS * 4
+        num_bytes = len(Flag) * NUM_SLOTS * inside.size * FLAG_NUMBERS * 4
         flags = self._share(num_bytes, (0, num_bytes), lock=True)
         self._flags = None if flags is None else flags.view(torch.int32).view(-1, FLAG_NUMBERS)
 
@@ -125,7 +127,7 @@ class NodeMemory:
     def post(self, flag: Flag, number: int) -> None:
         """Tells the others of the node how far this rank is."""
         assert self._flags is not None
-        ops.post_flag(self._flags, flag * self._inside.size + self._inside.index, number)
+        ops.post_flag(self._flags, self._first(flag, number) + self._inside.index, number)
 
     def wait(self, flag: Flag, number: int, name: str, places: Sequence[int] | None = None) -> None:
         """Waits until ranks of the node, all or those at `places`, are as far as that.
@@ -134,7 +136,8 @@ class NodeMemory:
         """
         assert self._flags is not None
         size, deadline = self._inside.size, math.inf
-        asked = self._all[flag] if places is None else [flag * size + place for place in places]
+        first = self._first(flag, number)
+        asked = [first + place for place in (range(size) if places is None else places)]
         while (late := ops.await_flags(self._flags, asked, number, _LOOK_EVERY_MS)) >= 0:
             deadline = min(deadline, time.monotonic() + self._timeout.total_seconds())
             place = late % size
@@ -144,6 +147,10 @@ class NodeMemory:
             if time.monotonic() > deadline:
                 seconds = f"{self._timeout.total_seconds():g} s"
                 raise explain(self._inside, name, TimeoutError(f"rank {rank} did not come within {seconds}"))
+
+    def _first(self, flag: Flag, number: int) -> int:
+        """Place of the first rank's flag for an exchange."""
+        return (flag * NUM_SLOTS + number % NUM_SLOTS) * self._inside.size
 
     def _is_gone(self, place: int) -> bool:
         """Whether nobody holds a rank's lock; ours is not asked, as one process never excludes itself."""
