@@ -19,11 +19,13 @@ __all__ = ["RouteCosts", "measure_routes"]
 _FEWEST, _MOST, _ROUNDS_S = 5, 15, 0.5
 """Rounds of all routes at a size: as many as take so many seconds, within bounds; one more before is not counted."""
 _PAUSE_S = 0.005
-_SIZES = (256, 1 << 10, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16)
+_SIZES = (256, 1 << 10, *(1 << power for power in range(12, 21)))
+_MOST_OF_A_NODE = 1 << 26
+"""Bytes that all ranks of a node send in one measured exchange, at most."""
 _SIZES_OF_ONE_NODE = (256, 1 << 12, 1 << 16, 1 << 18)
 _BISECTIONS = 1
 """Sizes measured besides, between the last that another route is best at and the first that `flat` is."""
-_CLEARLY = 1.1
+_CLEARLY, _LONG_S = 1.1, 1.0
 _SMALL = 1 << 12
 """Bytes at which a route is not yet known to stay the best."""
 
@@ -53,10 +55,13 @@ class RouteCosts:
         return known[above - 1] * (1 - share) + known[above] * share
 
     def leads(self, route: str) -> bool:
-        """Whether a route is best at the two largest sizes, or clearly so at the largest."""
+        """Whether a route is best at the two largest sizes, or at the largest: clearly, or where all take long."""
         seconds = {name: known[-1] for name, known in self.seconds.items()}
         ahead = min(known for name, known in seconds.items() if name != route) / seconds[route]
-        return ahead > _CLEARLY or (ahead > 1 and len(self.sizes) > 1 and self.best(self.sizes[-2]) == route)
+        if ahead <= 1:
+            return False
+        twice = len(self.sizes) > 1 and self.best(self.sizes[-2]) == route
+        return twice or ahead > _CLEARLY or sum(seconds.values()) > _LONG_S
 
     def changes(self) -> list[int]:
         """Places in sizes before which another route is best than at them."""
@@ -82,7 +87,7 @@ def measure_routes(
     together. In two levels no size is measured beyond the one from which on the straight way is best: it stays so.
     """
     costs = RouteCosts((), dict.fromkeys(routes, ()))
-    for size in _SIZES_OF_ONE_NODE if group.levels is None else _SIZES:
+    for size in _sizes(group):
         costs = costs.with_size(size, _seconds(routes, group, size, run, meet))
         if group.levels is not None and size >= _SMALL and costs.leads("flat"):
             break
@@ -93,6 +98,12 @@ def measure_routes(
         between = int((low * high) ** 0.5)
         costs = costs.with_size(between, _seconds(routes, group, between, run, meet))
     return costs
+
+
+def _sizes(group: Group) -> list[int]:
+    if group.levels is None:
+        return list(_SIZES_OF_ONE_NODE)
+    return [size for size in _SIZES if size * group.size * group.levels.inside.size <= _MOST_OF_A_NODE]
 
 
 def _seconds(
