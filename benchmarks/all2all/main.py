@@ -194,8 +194,8 @@ def _report_overlap(report: Report, options: argparse.Namespace) -> None:
 
 
 def _bars(report: Report, side: int, of_size: dict[int, dict[str, Summary]], routes: dict[int, str]) -> None:
-    least = {size: {name: own.minimum_s for name, own in summaries.items()} for size, summaries in of_size.items()}
-    names = next(iter(least.values())).keys()
+    names = next(iter(of_size.values())).keys()
+    least = {size: _least(summaries, routes[size]) for size, summaries in of_size.items()}
     for what, of, up_to, wanted in _GAINS.get(side, ()):
         gains = [
             seconds["flat"] / min(seconds[name] for name in of)
@@ -206,15 +206,18 @@ def _bars(report: Report, side: int, of_size: dict[int, dict[str, Summary]], rou
             report.bar(f"{side} x {side}: {what} over flat up to {up_to} bytes, minima", min(gains), at_least=wanted)
     if not {"flat", "leader", "two-level shared", "chosen"} <= names:
         return
-    regrets = {size: _regret(seconds, routes[size]) for size, seconds in least.items()}
+    regrets = {size: seconds[routes[size]] / min(seconds.values()) for size, seconds in least.items()}
     crossing = next((size for size, seconds in least.items() if min(seconds, key=seconds.__getitem__) == "flat"), 0)
     away = [regret for size, regret in regrets.items() if not crossing / 4 < size < crossing * 2]
-    report.bar(f"{side} x {side}: the choice over the best route, away from the crossing", max(away), at_most=1.1)
+    report.bar(
+        f"{side} x {side}: the choice over the best route, away from the crossing", max(away, default=1.0), at_most=1.1
+    )
     report.bar(f"{side} x {side}: the choice over the best route, anywhere", max(regrets.values()), at_most=1.2)
 
 
-def _regret(seconds: dict[str, float], route: str) -> float:
-    """The chosen route's minimum over that of the best; what is measured as chosen is that route once more."""
-    of_route = {name: known for name, known in seconds.items() if name != "chosen"}
-    of_route[route] = min(of_route[route], seconds["chosen"])
-    return of_route[route] / min(of_route.values())
+def _least(summaries: dict[str, Summary], route: str) -> dict[str, float]:
+    """Each route's minimum; what is measured as chosen is the chosen route once more."""
+    seconds = {name: own.minimum_s for name, own in summaries.items() if name != "chosen"}
+    if "chosen" in summaries and route in seconds:
+        seconds[route] = min(seconds[route], summaries["chosen"].minimum_s)
+    return seconds
