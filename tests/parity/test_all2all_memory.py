@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import random
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.world import outcomes, world
 from whale_torch import ops
@@ -57,6 +59,9 @@ def _swap(rows: AllToAll, count: int, route: str) -> None:
 def _grows(rank: int, n: int) -> list[int]:
     rows, found = _rows(n), []
     assert rows._node is not None
+    module = nn.Linear(1, 1)
+    module.rows = rows  # type: ignore[assignment]
+    assert copy.deepcopy(module).rows is rows
     for count in (1, 500, 3, 4000, 0):
         for route in rows.routes():
             _swap(rows, count, route)

@@ -53,6 +53,12 @@ class AllToAll:
         self._device = mesh.device
         self._costs: RouteCosts | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AllToAll:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("what ranks share cannot be pickled")
+
     @property
     def refused(self) -> str | None:
         return None if self._node is None else self._node.memory.refused

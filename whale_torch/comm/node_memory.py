@@ -39,6 +39,7 @@ _FOLDER = Path("/dev/shm")
 _TOKEN = struct.Struct("=qq")  # a random number behind what the file holds
 _LOOK_EVERY_MS = 50
 _LEAST_BYTES = 1 << 16  # of a slot
+_SHARE_OF_FREE = 2  # one part in so many of what is free: loaders of data need their own
 NUM_SLOTS = 3
 """Exchanges that may be under way: each has a slot of its own."""
 
@@ -201,7 +202,8 @@ def _make_file(size: int, token: tuple[int, int]) -> tuple[Refusal, int]:
         return Refusal.NO_KERNELS, -1
     try:
         space = os.statvfs(_FOLDER)
-        if space.f_blocks and space.f_bavail * space.f_frsize < size:  # no blocks at all: no limit
+        # no blocks at all: no limit
+        if space.f_blocks and space.f_bavail * space.f_frsize < size * _SHARE_OF_FREE:
             return Refusal.TOO_SMALL, -1
         fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         os.pwrite(fd, _TOKEN.pack(*token), size)
