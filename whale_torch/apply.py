@@ -27,8 +27,9 @@ from whale_torch.optim import guard
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.planner import make_plan, measured_at
+from whale_torch.planning.recording import arguments
 from whale_torch.profiling import mean_seconds, module_seconds
-from whale_torch.rehearsal import arguments, rehearse
+from whale_torch.rehearsal import rehearse
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
 from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
@@ -43,6 +44,7 @@ from whale_torch.strategies.runtime import KEY, Runtime, is_parallelized
 from whale_torch.strategies.split import apply_split, cut_parameters
 from whale_torch.strategies.state_hooks import attach_state_hooks
 from whale_torch.strategies.wrappers import keep_off_wrappers, refuse_wrappers
+from whale_torch.trace.program import StageProgram
 
 __all__ = ["parallelize", "plan"]
 
@@ -55,8 +57,8 @@ def plan(
     """The plan of an annotated model for any cluster, without a process group; once it is parallelized, that in force.
 
     cluster: default one rank; its layout of nodes and ranks decides, its rates are only printed.
-    sample_inputs: what one rank would be fed, for byte counts.
-    Raises AnnotationError and PlanError as wh.parallelize would.
+    sample_inputs: what one rank would be fed, for byte counts, and to balance and place a pipeline.
+    Raises AnnotationError, PlanError, TraceError and LossError as wh.parallelize would.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"wh.plan takes an nn.Module, got {type(model).__name__}.", fix="wh.plan(model, cluster=...)")
@@ -72,19 +74,25 @@ def plan(
         model,
         cluster or Cluster.of(),
         default=_default(default),
-        rows_per_rank=_rows(sample_inputs),
         sample_inputs=sample_inputs,
         seconds=_seconds(model, default, sample_inputs, torch.device("cpu")),
     )
-    return made if sample_inputs is None else rehearse(made, model, sample_inputs)
+    if sample_inputs is None:
+        return made
+    if made.pipeline is not None:  # what parallelize would find
+        reader = BatchReader(model, made.batch_dim, items=False)
+        _stages_of(Programs(model, made, torch.device("cpu")), reader, sample_inputs)
+    return rehearse(made, model, sample_inputs)
+
+
+def _stages_of(programs: Programs, reader: BatchReader, sample_inputs: object) -> tuple[StageProgram, ...]:
+    """What the stages run of a call. Raises TraceError and LossError where no pipeline can run it."""
+    args, kwargs = arguments(sample_inputs)
+    return programs.ahead(args, kwargs, reader.read(args, kwargs, hashed=False).rows)
 
 
 def _default(scope: Scope | None) -> tuple[Annotation, ...]:
     return () if scope is None else (replace(scope.entry(), entry=-1),)
-
-
-def _rows(sample_inputs: object) -> int | None:
-    return next((t.shape[0] for t in tensors_in(sample_inputs) if t.dim()), None)
 
 
 def parallelize(
@@ -102,17 +110,18 @@ def parallelize(
 ) -> nn.Module:
     """Turns an annotated model into a distributed one, in place, and returns it; its parameters stay the same objects.
 
-    sample_inputs: what one rank is fed, for the plan's byte counts. plan: a saved one to apply. cluster: one with
-    known rates, for the plan's text (its nodes and ranks must be those running). default: scope of what no scope
-    names. device: this rank's. seed: of initial values on meta, and of torch's random state from here on, different on
-    each replica and equal on the ranks of one. init_fn: initialises one meta module.
-    weights: a plain state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds
-    more of it than its parts. timeout: of every collective, in seconds or as a timedelta.
+    sample_inputs: what one rank is fed, for the plan's byte counts; a pipeline is balanced and placed by them, and its
+    ranks let the values of other stages go in this call, not in the first forward. plan: a saved one to apply. cluster:
+    one with known rates, for the plan's text (its nodes and ranks must be those running). default: scope of what no
+    scope names. device: this rank's. seed: of initial values on meta, and of torch's random state from here on,
+    different on each replica and equal on the ranks of one. init_fn: initialises one meta module. weights: a plain
+    state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds more of it than
+    its parts. timeout: of every collective, in seconds or as a timedelta.
     A deepcopy of the result evaluates and refuses to train; one of a member that is not cut is an ordinary module,
-    whose gradients are this rank's own.
-    Raises AnnotationError, PlanError, CheckpointError (weights that do not fit): before the first change to the model,
-    with the same text on every rank, also where the cause is another error on one rank (a file, an init_fn's own).
-    CommError where a rank is gone.
+    whose gradients are this rank's own. A deepcopy of a pipelined one has the values of this rank's stages.
+    Raises AnnotationError, PlanError, CheckpointError (weights that do not fit), TraceError and LossError (inputs on
+    which no pipeline runs): before the first change to the model, with the same text on every rank, also where the
+    cause is another error on one rank (a file, an init_fn's own). CommError where a rank is gone.
     """
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     mesh = _explained(lambda: start(device, seconds))
@@ -143,9 +152,7 @@ def parallelize(
     else:
         runtime = PipelineRuntime(model, made, mesh, regions, reader, programs, seed, meets=has_experts)
         if places is not None:
-            runtime.let_go(model, places)
-            model.to(mesh.device)
-            runtime.take_up(places)
+            runtime.hold(model, places)
     make_root(model, runtime)
     keep_off_wrappers(model)
     close_annotations(model)
@@ -188,10 +195,7 @@ def _places(
         return None
 
     def decide() -> Holders:
-        stages = None
-        if sample_inputs is not None:
-            args, kwargs = arguments(sample_inputs)
-            stages = programs.ahead(args, kwargs, reader.read(args, kwargs, hashed=False).rows)
+        stages = None if sample_inputs is None else _stages_of(programs, reader, sample_inputs)
         assert made.pipeline is not None
         return Holders(model, made.pipeline, made.pipeline.num_ranks, stages)
 
@@ -277,7 +281,6 @@ def _decide(
                 model,
                 cluster or measured,
                 default=_default(default),
-                rows_per_rank=_rows(sample_inputs),
                 sample_inputs=sample_inputs,
                 seconds=seconds,
             )

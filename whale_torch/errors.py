@@ -13,6 +13,7 @@ __all__ = [
     "PlanError",
     "TraceError",
     "WhaleError",
+    "first_line",
 ]
 
 
@@ -79,3 +80,8 @@ class CommError(WhaleError, RuntimeError):
 
 class CheckpointError(WhaleError, RuntimeError):
     """Saved or loaded state does not fit the model or is damaged."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of other code says, short enough to be told inside another one."""
+    return next(iter(str(error).strip().splitlines()), "no message")

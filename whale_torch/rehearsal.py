@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.gradients import Gradients
+from whale_torch.errors import first_line
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.cost import gradient_traffic, price, shards_of
 from whale_torch.planning.pipelines import PipelinePlan
@@ -31,7 +32,7 @@ from whale_torch.strategies.root import make_root
 from whale_torch.strategies.runtime import Runtime
 from whale_torch.strategies.split import apply_split, cut_parameters
 
-__all__ = ["arguments", "rehearse"]
+__all__ = ["rehearse"]
 
 
 def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0) -> Plan:
@@ -51,15 +52,14 @@ def rehearse(plan: Plan, model: nn.Module, sample_inputs: Any, *, rank: int = 0)
         rows = BatchReader(model, plan.batch_dim).read(args, kwargs, hashed=False).rows
         runtime = _step(plan, model, args, kwargs, mesh)
     except Exception as error:  # the model is the user's: whatever it raises without values says so
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
-        return replace(
-            plan, assumption=f"{plan.assumption}; it does not run without values: {type(error).__name__}: {reason}"
-        )
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return replace(plan, assumption=f"{plan.assumption}; it does not run without values: {why}")
     gradients = gradient_traffic(plan, dict(model.named_parameters()), shards_of(plan, model))
     return replace(
         plan,
         traffic=(*gradients, *mesh.traffic()),
         gathers=runtime.gathers(),
+        rows_per_rank=rows,
         assumption=f"counted on a step of {rows} rows a rank",
     )
 

@@ -28,7 +28,15 @@ VARIANTS = {
     "chosen": "chosen",
 }
 _SIZES = (64, 512, 1024, 2048, 3072, 6144, 12_288, 24_576, 49_152)
-_ROW_BYTES = 64
+_ROW_BYTES, _SMALL = 64, 4096
+_LAYER_BYTES, _WIDTH, _COMPUTE_S, _CHUNKS = 4 << 20, 256, 0.06, (1, 2, 4, 8)
+_WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SHARED = ("two-level shared", "leader")
+_GAINS = {
+    4: [("shared memory", _SHARED, 2048, 2.0)],
+    8: [("two levels of sockets", ("two-level",), 1024, 1.5), ("shared memory", _SHARED, 1024, 5.0)],
+}
+"""What is compared with flat, the routes of it, up to how many bytes for a pair of ranks, how much faster."""
 
 
 def _measure(
@@ -47,14 +55,54 @@ def _measure(
         x = torch.zeros(mesh.world * size // width, width, dtype=torch.uint8)
         routes[size] = rows.route_of(splits, width)
 
-        def step(name: str, x: torch.Tensor = x, splits: Splits = splits) -> Step:
+        def step(name: str, size: int = size, x: torch.Tensor = x, splits: Splits = splits) -> Step:
             route = None if name == "chosen" else name
-            return lambda number: (rows(x, splits, route=route), None)[1]
+
+            def exchanges(number: int) -> None:
+                for _ in range(_repeats(size)):
+                    rows(x, splits, route=route)
+
+            return exchanges
 
         traces[size] = interleave({name: step(name) for name in names}, steps=steps, warmup=warmup)
     counting = interleave({"counts": lambda number: _count(rows)}, steps=steps, warmup=warmup)
     told = {"routes": routes, "costs": costs, "calibrated": calibrated, "refused": rows.refused, "counts": counting}
     return same, traces, told
+
+
+def _repeats(size: int) -> int:
+    """Exchanges in a row of one measurement: as many as a layer of experts has, forward and backward, of small ones.
+
+    Ranks do not leave a barrier together, and what that takes counts once a measurement.
+    """
+    return 4 if size <= _SMALL else 1
+
+
+def _overlap(rank: int, steps: int, warmup: int) -> dict[str, Trace]:
+    """A layer's way there, computation and way back, in chunks, each begun before what is before it is over."""
+    mesh = start()
+    n = mesh.world
+    rows = AllToAll(mesh, "rows", (tuple(range(n)),))
+    x = torch.randn(_LAYER_BYTES // (4 * _WIDTH), _WIDTH)
+
+    def layer(num_chunks: int, wire_dtype: torch.dtype) -> Step:
+        parts = x.chunk(num_chunks)
+        splits = Splits(torch.full((n, n, 1), len(parts[0]) // n), rank)
+
+        def step(number: int) -> None:
+            there = [rows.begin(part, splits, wire_dtype=wire_dtype) for part in parts]
+            back = []
+            for flight in there:
+                y = flight.finish()
+                time.sleep(_COMPUTE_S / num_chunks)
+                back.append(rows.begin(y, splits.transposed, wire_dtype=wire_dtype))
+            came = torch.cat([flight.finish() for flight in back])
+            assert came.equal(x.to(wire_dtype).float())
+
+        return step
+
+    variants = {f"{c} {name}": layer(c, dtype) for name, dtype in _WIRES.items() for c in _CHUNKS}
+    return interleave(variants, steps=steps, warmup=warmup)
 
 
 def _count(rows: AllToAll) -> None:
@@ -77,14 +125,18 @@ def main() -> int:
     parser.add_argument("--rate", default="400mbit")
     parser.add_argument("--sizes", type=whole_numbers, default=list(_SIZES), help="bytes for each pair of ranks")
     parser.add_argument("--clusters", type=whole_numbers, default=[4, 8], help="n nodes of n ranks each")
+    parser.add_argument("--skip-overlap", action="store_true")
     add_arguments(parser, VARIANTS, steps=10)
     options = parser.parse_args()
     report = Report("all2all", "Rows from every rank to every other: small ones in two levels, through shared memory.")
     for side in options.clusters:
         _compare(report, options, side)
+    if not options.skip_overlap:
+        _report_overlap(report, options)
     report.note(
-        f"links of {options.rate}; {options.steps} exchanges each, alternating; all ranks of a cluster share the cores "
-        "of one machine, so part of what fewer messages save is time that a real node would have"
+        f"links of {options.rate}; {options.steps} times each, alternating, 4 exchanges in a row up to {_SMALL} bytes; "
+        "all ranks of a cluster share the cores of one machine, so part of what fewer messages save is time that a "
+        "real node would have"
     )
     return report.finish(options)
 
@@ -100,11 +152,12 @@ def _compare(report: Report, options: argparse.Namespace, side: int) -> None:
     of_size = {size: summarize([traces[size] for _, traces, _ in results]) for size in options.sizes}
     table = []
     for size, summaries in of_size.items():
+        each = 1e3 / _repeats(size)
         floor = side * (side - 1) * side * size * 8 / rate
-        times = [f"{1e3 * summaries[name].minimum_s:.2f} ({1e3 * summaries[name].median_s:.1f})" for name in summaries]
+        times = [f"{own.minimum_s * each:.2f} ({own.median_s * each:.1f})" for own in summaries.values()]
         table.append([size, f"{1e3 * floor:.1f}", *times, told["routes"][size]])
     report.table(
-        f"{side} nodes x {side} ranks: ms, minimum (median)",
+        f"{side} nodes x {side} ranks: ms of an exchange, minimum (median)",
         ["bytes a pair", "wire limit", *(VARIANTS[name] for name in options.variants), "the choice"],
         table,
     )
@@ -116,29 +169,55 @@ def _compare(report: Report, options: argparse.Namespace, side: int) -> None:
     if told["refused"]:
         report.note(f"{side} x {side}: {told['refused']}")
     report.data(**{f"cluster{side}": of_size, f"choice{side}": told["routes"], f"costs{side}": told["costs"]})
-    _bars(report, side, of_size)
+    _bars(report, side, of_size, told["routes"])
 
 
-def _bars(report: Report, side: int, of_size: dict[int, dict[str, Summary]]) -> None:
-    least = {size: {name: own.minimum_s for name, own in summaries.items()} for size, summaries in of_size.items()}
-    small, shared, sockets = {8: (1024, 5.0, 1.5), 4: (2048, 2.0, None)}.get(side, (0, 1.0, None))
-    names = next(iter(least.values())).keys()
-    if "flat" in names:
-        for routes, wanted, what in (
-            ([name for name in ("two-level shared", "leader") if name in names], shared, "shared memory"),
-            ([name for name in ("two-level",) if name in names], sockets, "two levels of sockets"),
-        ):
-            gains = [
-                of["flat"] / min(of[name] for name in routes) for size, of in least.items() if routes and size <= small
+def _report_overlap(report: Report, options: argparse.Namespace) -> None:
+    with Cluster(4, rate=options.rate, timeout=600) as cluster:
+        own = summarize(cluster.run(_overlap, options.steps, options.warmup))
+    report.table(
+        f"4 nodes x 1 rank: ms of {_LAYER_BYTES / 1e6:.1f} MB there, {1e3 * _COMPUTE_S:.0f} ms of computation, "
+        "and back: minimum (median)",
+        ["wire", *(f"{c} chunk{'s' * (c > 1)}" for c in _CHUNKS)],
+        [
+            [
+                wire,
+                *(f"{1e3 * s.minimum_s:.0f} ({1e3 * s.median_s:.0f})" for s in (own[f"{c} {wire}"] for c in _CHUNKS)),
             ]
-            if gains and wanted:
-                report.bar(
-                    f"{side} x {side}: {what} over flat up to {small} bytes, minima", min(gains), at_least=wanted
-                )
-    if "chosen" in names and len(names) > 2:
-        best = {size: min(seconds for name, seconds in of.items() if name != "chosen") for size, of in least.items()}
-        crossing = next((size for size, of in least.items() if of.get("flat") == best[size]), None)
-        regret = {size: of["chosen"] / best[size] for size, of in least.items()}
-        away = [r for size, r in regret.items() if crossing is None or not crossing / 4 < size < crossing * 2]
-        report.bar(f"{side} x {side}: the choice over the best, far from where it changes", max(away), at_most=1.1)
-        report.bar(f"{side} x {side}: the choice over the best, anywhere", max(regret.values()), at_most=1.2)
+            for wire in _WIRES
+        ],
+    )
+    whole, cut, both = (own[name].minimum_s for name in ("1 fp32", "4 fp32", "4 bf16"))
+    report.bar("4 chunks over 1, minima", whole / cut, at_least=1.4)
+    report.bar("4 chunks and a bf16 wire over 1 chunk of fp32, minima", whole / both, at_least=2.0)
+    report.data(overlap=own)
+
+
+def _bars(report: Report, side: int, of_size: dict[int, dict[str, Summary]], routes: dict[int, str]) -> None:
+    names = next(iter(of_size.values())).keys()
+    least = {size: _least(summaries, routes[size]) for size, summaries in of_size.items()}
+    for what, of, up_to, wanted in _GAINS.get(side, ()):
+        gains = [
+            seconds["flat"] / min(seconds[name] for name in of)
+            for size, seconds in least.items()
+            if size <= up_to and {"flat", *of} <= names
+        ]
+        if gains:
+            report.bar(f"{side} x {side}: {what} over flat up to {up_to} bytes, minima", min(gains), at_least=wanted)
+    if not {"flat", "leader", "two-level shared", "chosen"} <= names:
+        return
+    regrets = {size: seconds[routes[size]] / min(seconds.values()) for size, seconds in least.items()}
+    crossing = next((size for size, seconds in least.items() if min(seconds, key=seconds.__getitem__) == "flat"), 0)
+    away = [regret for size, regret in regrets.items() if not crossing / 4 < size < crossing * 2]
+    report.bar(
+        f"{side} x {side}: the choice over the best route, away from the crossing", max(away, default=1.0), at_most=1.1
+    )
+    report.bar(f"{side} x {side}: the choice over the best route, anywhere", max(regrets.values()), at_most=1.2)
+
+
+def _least(summaries: dict[str, Summary], route: str) -> dict[str, float]:
+    """Each route's minimum; what is measured as chosen is the chosen route once more."""
+    seconds = {name: own.minimum_s for name, own in summaries.items() if name != "chosen"}
+    if "chosen" in summaries and route in seconds:
+        seconds[route] = min(seconds[route], summaries["chosen"].minimum_s)
+    return seconds

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import benchmarks.all2all.main as all2all
 import benchmarks.bert_pipeline.main as bert
 import benchmarks.bert_pipeline.sizes as bert_sizes
 import benchmarks.classifier_split.main as classifier
@@ -71,6 +72,17 @@ def test_the_encoders_are_one_process(tmp_path: Path) -> None:
         exact = name in ("ddp", "whale")
         assert own.loss_error(losses) < (1e-5 if exact else 1e-3), name
         assert max(errors[name][0] for _, errors in results) < (1e-5 if exact else 6e-3), name
+
+
+def _all2all(rank: int, n: int, sizes: list[int]) -> Any:
+    return all2all._measure(rank, list(all2all.VARIANTS), sizes, 1, 0)
+
+
+def test_rows_come_alike_by_every_route() -> None:
+    results = world(4, _all2all, [32, 640], local_world_size=2)
+    assert all(same for same, _, _ in results)
+    assert all(told["routes"] == results[0][2]["routes"] for _, _, told in results)
+    assert results[0][1].keys() == {32, 640} and results[0][1][32].keys() == all2all.VARIANTS.keys()
 
 
 def _hierarchies(rank: int, n: int) -> Any:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import os
+import tempfile
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
+import safetensors.torch as safetensors
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -705,6 +709,107 @@ def weights_that_do_not_fit(rank: int, n: int) -> None:
     wh.parallelize(classifier(8), weights=classifier(6).state_dict())
 
 
+@mistake(
+    A,
+    "Weights that are no state dict",
+    wh.CheckpointError,
+    r"the file given as weights holds a list, not a state dict",
+)
+def weights_that_are_a_list(rank: int, n: int) -> None:
+    """A file for weights= is what one process writes of its plain model."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(list(classifier().parameters()), f"{folder}/model.pt")
+        wh.parallelize(classifier(), weights=f"{folder}/model.pt")
+
+
+@mistake(A, "A damaged file of safetensors", wh.CheckpointError, r"model\.safetensors cannot be read as safetensors: ")
+def damaged_safetensors(rank: int, n: int) -> None:
+    """A file whose end is missing is seen when it is opened, before anything is changed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "model.safetensors")
+        safetensors.save_model(classifier(), file)
+        file.write_bytes(file.read_bytes()[:-1])
+        wh.parallelize(classifier(), weights=file)
+
+
+class Masked(nn.Linear):
+    """A buffer that only __init__ fills."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.register_buffer("mask", torch.ones(size, size).tril())
+
+
+class Fresh(nn.Linear):
+    """An initialiser that makes a new parameter."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+
+
+@mistake(
+    A,
+    "A buffer that only __init__ fills",
+    wh.PlanError,
+    r"reset_parameters\(\) leaves '0\.mask' of Masked unset",
+    ranks=2,
+)
+def buffer_left_unset(rank: int, n: int) -> None:
+    """On the meta device nothing was written into it, so the module's initialiser has to."""
+    with torch.device("meta"):
+        layers = nn.Sequential(Masked(4), nn.Linear(4, 4))
+    wh.parallelize(wh.pipeline(layers, num_stages=2))
+
+
+@mistake(
+    A,
+    "An initialiser that replaces a parameter",
+    wh.PlanError,
+    r"reset_parameters\(\) replaces parameter '0\.weight'",
+    ranks=2,
+)
+def initialiser_that_replaces(rank: int, n: int) -> None:
+    """Parameters stay the same objects, which optimizers and ties know."""
+    with torch.device("meta"):
+        layers = nn.Sequential(Fresh(4, 4), nn.Linear(4, 4))
+    wh.parallelize(wh.pipeline(layers, num_stages=2))
+
+
+@mistake(
+    A,
+    "An initialiser that draws what has values",
+    wh.PlanError,
+    r"init_fn of module '' \(Sequential\) changes '0\.weight' of a member, which had values before",
+    ranks=2,
+)
+def initialiser_of_what_has_values(rank: int, n: int) -> None:
+    """Values that a module was built with stay: they may be pretrained."""
+
+    def init_fn(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+
+    with torch.device("meta"):
+        head = nn.Linear(4, 4)
+    wh.parallelize(wh.pipeline(nn.Sequential(nn.Linear(4, 4), head), num_stages=2), init_fn=init_fn)
+
+
+@mistake(
+    A,
+    "A weak reference to a parameter on meta",
+    wh.PlanError,
+    r"parameter '0\.weight' on the meta device cannot be given memory: .*weakref",
+)
+def weak_reference_on_meta(rank: int, n: int) -> None:
+    """A parameter is given its memory in place, which torch refuses where something refers to it weakly."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    found = weakref.ref(model[0].weight)
+    wh.parallelize(model)
+    print(found)
+
+
 # ---- ranks that disagree ----
 
 
@@ -712,6 +817,33 @@ def weights_that_do_not_fit(rank: int, n: int) -> None:
 def different_models(rank: int, n: int) -> None:
     """Every rank builds the same model under the same scopes."""
     wh.parallelize(classifier(8 if rank != 1 else 9))
+
+
+@mistake(
+    W,
+    "Built on meta on some ranks only",
+    wh.PlanError,
+    r"ranks \[1\] built another model than rank 0: 4 of its tensors are on the meta device on rank 1, 0 on rank 0",
+    ranks=2,
+)
+def meta_on_one_rank(rank: int, n: int) -> None:
+    """What is on the meta device gets its values on all ranks together."""
+    with torch.device("meta" if rank == 1 else "cpu"):
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wh.parallelize(wh.pipeline(layers, num_stages=2))
+
+
+@mistake(
+    W,
+    "Sample inputs on some ranks only",
+    wh.PlanError,
+    r"ranks \[1\] .*: the sample_inputs of rank 1 are None, those of rank 0 are \(2, 4\) float32",
+    ranks=2,
+)
+def sample_inputs_of_one_rank(rank: int, n: int) -> None:
+    """A pipeline is recorded on them, and what a rank holds follows from it."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wh.parallelize(wh.pipeline(layers, num_stages=2), sample_inputs=torch.ones(2, 4) if rank == 0 else None)
 
 
 @mistake(
@@ -1002,6 +1134,140 @@ def hidden_output(rank: int, n: int) -> None:
     model(torch.ones(2, 4))
 
 
+class Tied(nn.Sequential):
+    """Reads the first layer's weight again at its end."""
+
+    def forward(self, x: torch.Tensor, tied: bool = True) -> torch.Tensor:
+        x = self[1](self[0](x))
+        return F.linear(x, self[0].weight) if tied else x  # type: ignore[arg-type]
+
+
+@mistake(
+    T,
+    "A weight that another stage reads, built on meta",
+    wh.LayoutError,
+    r"this call uses '0\.weight' on stages 0, 1, and it lies with stage 0, where its name puts it",
+    ranks=2,
+    site=True,
+)
+def read_elsewhere(rank: int, n: int) -> None:
+    """A rank makes the values of its own stages only: those that names say, where nothing else does."""
+    with torch.device("meta"):
+        layers = Tied(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2))
+    model(torch.ones(2, 4))
+
+
+@mistake(
+    T,
+    "A weight that another stage reads later",
+    wh.LayoutError,
+    r"this call uses '0\.weight' on stages 0, 1, and it lies with stage 0, where the first call used it",
+    ranks=2,
+    site=True,
+)
+def read_elsewhere_later(rank: int, n: int) -> None:
+    """The first call, or sample_inputs, says which ranks hold a weight; the others let it go."""
+    model = wh.parallelize(wh.pipeline(Tied(nn.Linear(4, 4), nn.Linear(4, 4)), num_stages=2))
+    model(torch.ones(2, 4), tied=False)
+    model(torch.ones(2, 4))
+
+
+class Twice(nn.ModuleDict):
+    """Calls one BatchNorm before and after its other layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self["norm"](self["layer"](self["norm"](x)))
+        return out
+
+
+@mistake(
+    T,
+    "Running statistics in two stages",
+    wh.LayoutError,
+    r"the buffer 'norm\.num_batches_tracked' is changed by its module in the forward, and used on stages 0, 1",
+    ranks=2,
+    site=True,
+)
+def statistics_in_two_stages(rank: int, n: int) -> None:
+    """A parameter that two stages use is tied; statistics that each of them changes would drift apart."""
+    layers = Twice({"norm": nn.BatchNorm1d(4), "layer": nn.Linear(4, 4)})
+    model = wh.parallelize(wh.annotate(layers, {"norm": wh.stage(), "layer": wh.stage()}, inside=wh.pipeline()))
+    model(torch.ones(8, 4))
+
+
+@mistake(
+    T,
+    "A loss that ranks multiply by different numbers",
+    wh.CommError,
+    r"the loss of a pipeline was multiplied by 1 on rank 0 and by 2 on rank 1, in all backwards since the last call",
+    ranks=2,
+)
+def loss_of_different_factors(rank: int, n: int) -> None:
+    """A pipeline's loss is the mean over all samples, whatever number of them each replica had."""
+
+    class Squares(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = super().forward(x)
+            return out.square().mean()
+
+    layers = Squares(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2, num_ranks=1))
+    (model(torch.ones(2, 4)) * (1 + rank)).backward()
+    model(torch.ones(2, 4))
+
+
+@mistake(
+    T,
+    "A member of another rank's stage called by itself",
+    wh.LayoutError,
+    r"module '\d' of a pipelined model was called on a rank that does not hold its parameters",
+    ranks=2,
+    site=True,
+    same=False,
+)
+def member_of_another_stage(rank: int, n: int) -> None:
+    """Each rank holds its own stages; the model's call runs them where they are."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2), sample_inputs=torch.ones(2, 4))
+    model[1 - rank](torch.ones(2, 4))  # type: ignore[index]
+
+
+@mistake(
+    T,
+    "An optimizer that looks at all stages",
+    wh.PlanError,
+    r"LBFGS reads whole tensors, but '\d\.weight' is on another rank of the pipeline",
+    ranks=2,
+    site=True,
+    same=False,
+)
+def optimizer_of_all_stages(rank: int, n: int) -> None:
+    """Its norms and products would be those of this rank's stages."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2), sample_inputs=torch.ones(2, 4))
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.step(lambda: model(torch.ones(2, 4)).sum())  # type: ignore[arg-type]
+
+
+@mistake(
+    T,
+    "torch's GradScaler on stages",
+    wh.PlanError,
+    r"GradScaler looks for overflow in this rank's gradients alone, but '\d\.weight' is one stage's of several ranks",
+    ranks=2,
+    site=True,
+    same=False,
+)
+def scaled_by_torch(rank: int, n: int) -> None:
+    """Where a rank sees an overflow and another none, one steps and the other does not."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2), sample_inputs=torch.ones(2, 4))
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    scaler.step(optimizer)
+
+
 # ---- the output of a split ----
 
 
@@ -1105,3 +1371,68 @@ def trained_copy(rank: int, n: int) -> None:
     model = wh.parallelize(classifier())
     again = copy.deepcopy(model)
     F.cross_entropy(again(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+
+
+@mistake(
+    M,
+    "torch.save of one rank's stages",
+    wh.CheckpointError,
+    r"'\d\.weight' belongs to a stage of rank \d: this rank \(\d\) has no values of it, so writing it would lose them",
+    ranks=2,
+    site=True,
+    same=False,
+)
+def saved_stages(rank: int, n: int) -> None:
+    """The other stages' parameters have their names and shapes here, and no values."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2), sample_inputs=torch.ones(2, 4))
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+@mistake(
+    M,
+    "A number of another stage's parameter",
+    wh.LayoutError,
+    r"a number was asked for of '\d\.weight', which belongs to a stage of rank \d: this rank \(\d\) has no values",
+    ranks=2,
+    site=True,
+    same=False,
+)
+def norm_of_all_stages(rank: int, n: int) -> None:
+    """A norm over what this rank holds would be another one on each rank."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2), sample_inputs=torch.ones(2, 4))
+    print(sum(p.norm() for p in model.parameters()))
+
+
+@mistake(
+    M,
+    "torch.save of an optimizer of one rank's stages",
+    wh.CheckpointError,
+    r"an optimizer's state on this rank is without that of '\d\.weight' and of all else that other stages train",
+    ranks=2,
+    site=True,
+    same=False,
+)
+def saved_optimizer_of_stages(rank: int, n: int) -> None:
+    """Each rank writes its own, or all states but one are lost."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2), sample_inputs=torch.ones(2, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), io.BytesIO())
+
+
+@mistake(
+    M,
+    "A copy of a pipelined model that is called",
+    wh.PlanError,
+    r"this model is a copy of a pipelined one: it has the values of this rank's stages only",
+    ranks=2,
+)
+def called_copy_of_stages(rank: int, n: int) -> None:
+    """A copy (an average of weights, say) keeps values; the pipeline's messages belong to the model."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wh.parallelize(wh.pipeline(layers, num_stages=2), sample_inputs=torch.ones(2, 4))
+    copy.deepcopy(model).eval()(torch.ones(2, 4))

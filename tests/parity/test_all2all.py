@@ -81,7 +81,7 @@ def _overlapping(rank: int, n: int, rows: AllToAll, splits: Splits, route: str) 
     assert all(x.grad is not None and bool((x.grad == 2).all()) for x in chunks)
 
 
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (3, 3), (4, 2), (4, 4), (2, 1), (6, 3), (6, 2)])
 @pytest.mark.parametrize("how", ["even", "uneven", "to one", "from one", "nothing"])
 def test_routes_give_the_rows_of_all_ranks(ranks: int, per_node: int, how: str) -> None:
@@ -90,6 +90,25 @@ def test_routes_give_the_rows_of_all_ranks(ranks: int, per_node: int, how: str) 
     levels = 1 < per_node < ranks
     expected = ["flat", "two-level", "two-level shared", "leader"] if levels else ["flat", "shared"]
     assert found[0] == (expected if per_node > 1 else ["flat"])
+
+
+def _chosen(rank: int, n: int) -> tuple[list[str], object]:
+    rows = AllToAll(start(), "rows", (tuple(range(n)),))
+    splits = rows.splits(_counts(n, "uneven")[rank])
+    mine = [_rows(r, splits, (40,), torch.float32) for r in range(n)]
+    assert rows(mine[rank], splits).equal(_expected(splits, rank, mine))
+    costs = rows.measure()
+    assert rows.measure() is costs  # once
+    sizes = (1, 300, 5000, 100_000)
+    assert rows.route_of(splits, 160) == rows.route_of(splits.transposed, 160)
+    return [costs.best(size) for size in sizes], costs
+
+
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize("per_node", [4, 2])
+def test_all_ranks_choose_one_route(per_node: int) -> None:
+    found = world(4, _chosen, local_world_size=per_node)
+    assert all(choice == found[0] for choice in found)
 
 
 def _half_wire(rank: int, n: int) -> None:
@@ -120,6 +139,7 @@ def _wrong(rank: int, n: int) -> list[str]:
         lambda: rows(torch.zeros(n + 1, 2), splits),
         lambda: rows.splits(torch.ones(n + 1, dtype=torch.int64)),
         lambda: rows.splits(torch.tensor([-1] * n)),
+        lambda: rows(torch.zeros(n, 2), splits, route="two-level"),
     ):
         with pytest.raises(LayoutError) as error:
             call()
@@ -133,4 +153,5 @@ def test_rows_that_nobody_counted() -> None:
         "tokens: (3, 2) is to be sent, and its counts say 2 rows.",
         "counts of tokens: 3 numbers for the 2 ranks of tokens.",
         "counts of tokens: a rank cannot be sent -1 rows.",
+        "tokens: rows cannot go by 'two-level' here.",
     ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -415,6 +417,32 @@ def _recorded(rank: int, n: int) -> list[tuple[int, bool]]:
 def test_the_current_plan_tells_how_many_kinds_of_calls_were_recorded() -> None:
     for found in world(2, _recorded):
         assert found == [(0, False), (1, True), (1, True), (2, True), (3, True)]
+
+
+class _Refused(nn.Module):
+    """Between its stages it reads a value where the length is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return h.sum() if h.shape[1] % 2 and h.max() > 0 else self.b(h).sum()
+
+
+def _many_kinds(rank: int, n: int) -> int:
+    model: Any = _Refused()
+    wh.parallelize(wh.annotate(model, {"a": wh.stage(), "b": wh.stage()}, inside=wh.pipeline()))
+    with mock.patch("whale_torch.strategies.pipeline.programs._MOST", 3):
+        for length in (1, 2, 3, 4, 6, 8, 2, 10):
+            with pytest.raises(wh.TraceError) if length % 2 else contextlib.nullcontext():
+                model(torch.ones(4, length, WIDTH)).backward()
+    return len(model._whale_runtime.programs)
+
+
+def test_calls_that_were_refused_are_no_programs_to_forget() -> None:
+    assert world(1, _many_kinds) == [3]
 
 
 class _Mixed(nn.Module):

@@ -257,6 +257,30 @@ def test_a_buffer_that_two_ranks_would_change_is_refused() -> None:
         world(3, _shared_statistics)
 
 
+def _factors(rank: int, n: int, by_place: bool) -> tuple[int, str]:
+    """In which step, and how, ranks that multiply their loss by different numbers are told."""
+    model = _parallel(Chain(), num_ranks=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    index, _ = wh.data_rank(model)
+    step = 0
+    try:
+        for step in range(8):
+            optimizer.zero_grad()
+            factor = (rank != 0 if by_place else index) if step == 5 else 0.0
+            (model(*_features()) * (0.5 + factor)).backward()
+            optimizer.step()
+    except wh.CommError as error:
+        return step, str(error)
+    return step, ""
+
+
+@pytest.mark.parametrize(("n", "by_place"), [(4, False), (2, True)])
+@pytest.mark.matrix(keep=1)
+def test_losses_that_ranks_multiply_by_different_numbers_are_told(n: int, by_place: bool) -> None:
+    for step, text in world(n, _factors, by_place):
+        assert step == 6 and "multiplied by 0.5 on rank 0 and by 1.5 on rank" in text
+
+
 class _ByRank(Chain):
     def forward(self, x: Tensor, y: Tensor) -> Any:
         h = self.b(self.a(x))

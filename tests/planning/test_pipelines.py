@@ -90,7 +90,6 @@ def test_an_idle_share_without_a_formula_is_simulated() -> None:
 def test_ranks_of_one_replica() -> None:
     plan = wh.plan(chain(num_ranks=2), cluster=EIGHT)
     assert plan.feeds == (0, 1, 2, 3, 0, 1, 2, 3) and plan.num_feeds == 4
-    assert [rank for rank in range(8) if plan.is_first_of_feed(rank)] == [0, 1, 2, 3]
 
 
 # ---- placement
@@ -771,3 +770,44 @@ def _by_count(rank: int, n: int, kind: str, num_stages: int, given: bool) -> tup
 def test_stages_by_count_are_one_process(kind: str, n: int, num_stages: int, given: bool) -> None:
     for loss, gradients in world(n, _by_count, kind, num_stages, given):
         assert max(loss, gradients) < 1e-5
+
+
+@pytest.mark.parametrize("batch_dim", [1, {"input": 1}])
+def test_rows_are_counted_where_batch_dim_says(batch_dim: Any) -> None:
+    scopes: Any = (wh.replica(batch_dim=1), wh.pipeline()) if batch_dim == 1 else wh.pipeline(batch_dim=batch_dim)
+    model = wh.annotate(
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)),
+        {"0": (wh.stage(), wh.split()), "1": wh.stage()},
+        inside=scopes,
+    )
+    plan = wh.plan(model, cluster=wh.Cluster.of(1, 4), sample_inputs=torch.zeros(7, 4, 8))
+    text = " ".join(str(plan).split())
+    assert "estimated at 4 rows a rank" in text and "in a step of 4 rows" in text
+
+
+class Mixes(nn.Sequential):
+    """Its samples meet between the stages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self[0](x)
+        out: Tensor = self[1](h - h.mean(0))
+        return out
+
+
+class Root(nn.Sequential):
+    """Its loss is no sum over samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x).square().mean().sqrt()
+        return out
+
+
+@pytest.mark.parametrize(("kind", "error"), [(Mixes, wh.TraceError), (Root, wh.LossError)])
+def test_a_plan_refuses_inputs_on_which_no_pipeline_runs(kind: type[nn.Module], error: type[wh.WhaleError]) -> None:
+    def planned(**options: Any) -> wh.Plan:
+        model = kind(nn.Linear(4, 4), nn.Linear(4, 4))
+        return wh.plan(wh.pipeline(model, num_stages=2, **options), cluster=EIGHT, sample_inputs=torch.ones(8, 4))
+
+    with pytest.raises(error):
+        planned()
+    assert planned(mixing="accept").pipeline is not None

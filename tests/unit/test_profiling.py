@@ -98,8 +98,11 @@ def test_what_cannot_be_measured_raises() -> None:
     with wh.pipeline(balance="measured"):
         with wh.stage():
             staged = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(wh.PlanError, match="balance says how a pipeline is cut by count"):
-        wh.plan(nn.Sequential(staged), sample_inputs=torch.ones(2, 4))
+    for samples in (None, torch.ones(2, 4)):  # nothing is measured first
+        with pytest.raises(wh.PlanError, match="balance says how a pipeline is cut by count"):
+            wh.plan(nn.Sequential(staged), sample_inputs=samples)
+        with pytest.raises(wh.PlanError, match=r"wh\.pipeline\(balance='measured'\) holds no wh\.stage\(\)"):
+            wh.plan(wh.pipeline(net(), balance="measured"), sample_inputs=samples)
 
 
 def _trained(rank: int, n: int) -> Any:

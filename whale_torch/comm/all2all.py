@@ -23,13 +23,19 @@ from whale_torch.comm.route_costs import RouteCosts, measure_routes
 from whale_torch.comm.routes import Arrival, begin_flat, begin_two_levels
 from whale_torch.comm.splits import Splits, gather_splits
 from whale_torch.errors import LayoutError
-from whale_torch.mesh import Mesh
+from whale_torch.mesh import Group, Mesh
 
 __all__ = ["AllToAll", "Underway"]
 
 
+_THROUGH_MEMORY = ("shared", "two-level shared", "leader")
+
+
 class AllToAll:
     """The exchange of rows in one group; every rank of it does the same exchanges in the same order.
+
+    That holds for gradients too: rows want one on all ranks or on none, also on a rank that sends or receives nothing.
+    One object serves all layers of a group: it holds the memory that ranks share, and the times of the routes.
 
     blocks: as of Mesh.group. channel: exchanges on different channels never wait for each other. shared: whether ranks
     of one node exchange through memory that they share. refused: why they do not, or not what is large.
@@ -43,8 +49,15 @@ class AllToAll:
         self._node: NodeRoutes | None = None
         if shared and one_node and inside.size > 1 and mesh.device.type == "cpu":
             self._node = NodeRoutes(self.group, inside, NodeMemory(self.group, inside, mesh.timeout))
-
+        self._routes = _routes(self.group, self._node is not None and self._node.memory.usable)
+        self._device = mesh.device
         self._costs: RouteCosts | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AllToAll:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("what ranks share cannot be pickled")
 
     @property
     def refused(self) -> str | None:
@@ -69,9 +82,9 @@ class AllToAll:
         self, x: Tensor, splits: Splits, *, wire_dtype: torch.dtype | None = None, route: str | None = None
     ) -> Underway:
         """Starts an exchange; x must not change before it is finished."""
-        if x.shape[:1] != (sum(splits.sent),):
+        if x.shape[:1] != (splits.num_sent,):
             raise LayoutError(
-                f"{self.name}: {tuple(x.shape)} is to be sent, and its counts say {sum(splits.sent)} rows.",
+                f"{self.name}: {tuple(x.shape)} is to be sent, and its counts say {splits.num_sent} rows.",
                 fix="count the rows that are sent",
             )
         cast = wire_dtype if wire_dtype is not None and x.dtype.is_floating_point else x.dtype
@@ -83,14 +96,11 @@ class AllToAll:
 
     def routes(self) -> list[str]:
         """The ways that rows can take here."""
-        through_memory = self._node is not None and self._node.memory.usable
-        if self.group.levels is None:
-            return ["flat", *(["shared"] if through_memory else [])]
-        return ["flat", "two-level", *(["two-level shared", "leader"] if through_memory else [])]
+        return list(self._routes)
 
     def route_of(self, splits: Splits, row_bytes: int) -> str:
         """The way that rows of so many bytes take: the same on every rank, by what the fullest of them has to carry."""
-        if len(self.routes()) == 1:
+        if len(self._routes) == 1:
             return "flat"
         key = ("route", row_bytes)
         if key not in splits.kept:
@@ -105,23 +115,42 @@ class AllToAll:
         """
         if self._costs is None:
             with torch.no_grad():
-                self._costs = measure_routes(self.routes(), self.group, self._run_once)
+                self._costs = measure_routes(self._candidates(), self.group, self._run_once, self._meet)
         return self._costs
+
+    def _candidates(self) -> list[str]:
+        """Routes to choose from: where a node's ranks share memory, sockets inside it are never faster."""
+        return [route for route in self._routes if route != "two-level" or len(self._routes) == 2]
+
+    def _meet(self) -> None:
+        self.splits(torch.zeros(self.group.size, dtype=torch.int64))
 
     def _run_once(self, route: str, pair_bytes: int) -> None:
         n = self.group.size
         even = Splits(torch.ones(n, n, 1, dtype=torch.int64), self.group.index)
-        self.start(torch.zeros(n, pair_bytes, dtype=torch.uint8), even, route)()
+        self.start(torch.zeros(n, pair_bytes, dtype=torch.uint8, device=self._device), even, route)()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def start(self, x: Tensor, splits: Splits, route: str | None) -> Arrival:
         """Starts the exchange of rows of bytes; a route that memory is too small for is taken without it."""
-        route = route or self.route_of(splits, x.shape[1])
-        if self._node is not None and route in ("shared", "two-level shared", "leader"):
-            if self._node.memory.provide(self._node.mailbox_bytes(route, splits, x.shape[1])):
+        if route is None:
+            route = self.route_of(splits, x.shape[1])
+        elif route not in self._routes:
+            known = ", ".join(self._routes)
+            raise LayoutError(f"{self.name}: rows cannot go by '{route}' here.", fix=f"name one of {known}, or none")
+        if self._node is not None and route in _THROUGH_MEMORY:
+            if self._node.memory.provide(self._node.slot_bytes(route, splits, x.shape[1])):
                 return self._node.begin(route, x, splits, self.name)
         if self.group.levels is not None and route != "flat":
             return begin_two_levels(x, splits, self.group, self.name)
         return begin_flat(x, splits, self.group, self.name)
+
+
+def _routes(group: Group, through_memory: bool) -> tuple[str, ...]:
+    if group.levels is None:
+        return ("flat", "shared") if through_memory else ("flat",)
+    return ("flat", "two-level", "two-level shared", "leader") if through_memory else ("flat", "two-level")
 
 
 class Underway:
@@ -162,11 +191,7 @@ class _Exchange:
         sent = x.detach().to(self.wire_dtype).contiguous()
         row_bytes = sent.element_size() * shape.numel()
         arrival = self.rows.start(sent.view(-1).view(torch.uint8).view(-1, row_bytes), self.splits, self.route)
-
-        def arrive() -> Tensor:
-            return arrival().view(-1).view(self.wire_dtype).view(-1, *shape).to(dtype)
-
-        self._arrival = arrive
+        self._arrival = lambda: arrival().view(-1).view(self.wire_dtype).view(-1, *shape).to(dtype)
 
     def finish(self) -> Tensor:
         assert self._arrival is not None, f"{self.rows.name}: an exchange is finished once"

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one node share: a mailbox of each rank, in which the others write, and flags.
+"""Memory that the ranks of one node share: slots in which all of them write and read, and flags.
 
 It is a file in /dev/shm without a name, which one rank makes and the others open by its descriptor: nothing is left of
 it, whatever ends the processes and when. The same proves that they are on one host. A rank holds a lock on the file for
@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import mmap
 import os
 import secrets
@@ -37,13 +38,17 @@ _LOG = logging.getLogger("whale_torch")
 _FOLDER = Path("/dev/shm")
 _TOKEN = struct.Struct("=qq")  # a random number behind what the file holds
 _LOOK_EVERY_MS = 50
-_LEAST_BYTES = 1 << 14  # of a mailbox
+_LEAST_BYTES = 1 << 16  # of a slot
+_SHARE_OF_FREE = 2  # one part in so many of what is free: loaders of data need their own
 NUM_SLOTS = 3
-"""Exchanges that may be under way: each has mailboxes of its own."""
+"""Exchanges that may be under way: each has a slot of its own."""
 
 
 class Flag(IntEnum):
-    """What a rank tells the others of its node, each with the number of the exchange."""
+    """What a rank tells the others of its node about an exchange, by its number in the flag of its slot.
+
+    A flag a slot: exchanges may end in another order than they began.
+    """
 
     WRITTEN = 0
     ARRIVED = 1
@@ -69,10 +74,10 @@ class Refusal(IntEnum):
 
 
 class NodeMemory:
-    """The mailboxes of the ranks of one node, as one of them sees them.
+    """The slots of one node, as one of its ranks sees them.
 
     everyone: the ranks that take one decision, of this node and others. inside: those of this node. timeout: how long a
-    rank is waited for. refused: why no memory is shared, or none beyond `most_bytes` a mailbox; None where all is well.
+    rank is waited for. refused: why no memory is shared, or none beyond `most_bytes` a slot; None where all is well.
     """
 
     def __init__(self, everyone: Group, inside: Group, timeout: timedelta):
@@ -81,10 +86,10 @@ class NodeMemory:
         self.most_bytes: int | None = None
         self.number = 0
         self.capacity = 0
-        self._boxes: Tensor | None = None
+        self._slots: Tensor | None = None
         self._lock = -1
-        num_bytes = len(Flag) * inside.size * FLAG_NUMBERS * 4
-        flags = self._share(num_bytes, [(0, num_bytes)], lock=True)
+        num_bytes = len(Flag) * NUM_SLOTS * inside.size * FLAG_NUMBERS * 4
+        flags = self._share(num_bytes, (0, num_bytes), lock=True)
         self._flags = None if flags is None else flags.view(torch.int32).view(-1, FLAG_NUMBERS)
 
     def __del__(self) -> None:
@@ -98,38 +103,32 @@ class NodeMemory:
         return self._flags is not None
 
     def provide(self, num_bytes: int) -> bool:
-        """Whether every rank has mailboxes of so many bytes; makes larger ones where they are not.
+        """Whether every node has slots of so many bytes; makes larger ones where they are not.
 
         Every rank of `everyone` asks for the same number at the same place among its exchanges.
         """
-        if self._boxes is not None and num_bytes <= self.capacity:
+        if self._slots is not None and num_bytes <= self.capacity:
             return True
         if not self.usable or (self.most_bytes is not None and num_bytes > self.most_bytes):
             return False
         capacity = max(_LEAST_BYTES, 1 << max(num_bytes - 1, 0).bit_length())
-        node = capacity * self._inside.size
-        mine = [(slot * node + self._inside.index * capacity, capacity) for slot in range(NUM_SLOTS)]
-        boxes = self._share(node * NUM_SLOTS, mine)
-        if boxes is None:
+        share = -(-capacity * NUM_SLOTS // self._inside.size)
+        slots = self._share(capacity * NUM_SLOTS, (share * self._inside.index, share))
+        if slots is None:
             self.most_bytes = num_bytes - 1
             return False
-        self._boxes, self.capacity, self.most_bytes = boxes, capacity, None
+        self._slots, self.capacity, self.most_bytes = slots, capacity, None
         return True
 
     def slot(self, number: int) -> Tensor:
-        """All mailboxes of the node for an exchange, one after the other: [ranks * capacity] bytes."""
-        assert self._boxes is not None
-        node = self.capacity * self._inside.size
-        return self._boxes.narrow(0, number % NUM_SLOTS * node, node)
-
-    def mailbox(self, number: int, place: int) -> Tensor:
-        """One rank's mailbox for an exchange: [capacity] bytes."""
-        return self.slot(number).narrow(0, place * self.capacity, self.capacity)
+        """What the ranks of the node write in an exchange, and read: [capacity] bytes."""
+        assert self._slots is not None
+        return self._slots.narrow(0, number % NUM_SLOTS * self.capacity, self.capacity)
 
     def post(self, flag: Flag, number: int) -> None:
         """Tells the others of the node how far this rank is."""
         assert self._flags is not None
-        ops.post_flag(self._flags, flag * self._inside.size + self._inside.index, number)
+        ops.post_flag(self._flags, self._first(flag, number) + self._inside.index, number)
 
     def wait(self, flag: Flag, number: int, name: str, places: Sequence[int] | None = None) -> None:
         """Waits until ranks of the node, all or those at `places`, are as far as that.
@@ -137,10 +136,11 @@ class NodeMemory:
         Raises CommError, naming the rank, where one is gone or does not come in time.
         """
         assert self._flags is not None
-        size = self._inside.size
-        asked = [flag * size + place for place in (range(size) if places is None else places)]
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        size, deadline = self._inside.size, math.inf
+        first = self._first(flag, number)
+        asked = [first + place for place in (range(size) if places is None else places)]
         while (late := ops.await_flags(self._flags, asked, number, _LOOK_EVERY_MS)) >= 0:
+            deadline = min(deadline, time.monotonic() + self._timeout.total_seconds())
             place = late % size
             rank = self._inside.ranks[place]
             if self._is_gone(place) and ops.await_flags(self._flags, [late], number, 0) >= 0:
@@ -148,6 +148,10 @@ class NodeMemory:
             if time.monotonic() > deadline:
                 seconds = f"{self._timeout.total_seconds():g} s"
                 raise explain(self._inside, name, TimeoutError(f"rank {rank} did not come within {seconds}"))
+
+    def _first(self, flag: Flag, number: int) -> int:
+        """Place of the first rank's flag for an exchange."""
+        return (flag * NUM_SLOTS + number % NUM_SLOTS) * self._inside.size
 
     def _is_gone(self, place: int) -> bool:
         """Whether nobody holds a rank's lock; ours is not asked, as one process never excludes itself."""
@@ -160,10 +164,10 @@ class NodeMemory:
         fcntl.lockf(self._lock, fcntl.LOCK_UN, 1, place)
         return True
 
-    def _share(self, size: int, mine: Sequence[tuple[int, int]], *, lock: bool = False) -> Tensor | None:
+    def _share(self, size: int, mine: tuple[int, int], *, lock: bool = False) -> Tensor | None:
         """[size] bytes that the ranks of the node have in common; None on all ranks if one of `everyone` is refused.
 
-        mine: (start, size) of the parts that this rank reserves. lock: it holds its lock on the file from now on, as a
+        mine: (start, size) of the part that this rank reserves. lock: it holds its lock on the file from now on, as a
         process: no child of it holds the lock longer, and to close the file would lose it.
         """
         first, token = self._inside.index == 0, _TOKEN.unpack(secrets.token_bytes(_TOKEN.size))
@@ -198,7 +202,8 @@ def _make_file(size: int, token: tuple[int, int]) -> tuple[Refusal, int]:
         return Refusal.NO_KERNELS, -1
     try:
         space = os.statvfs(_FOLDER)
-        if space.f_blocks and space.f_bavail * space.f_frsize < size:  # no blocks at all: no limit
+        # no blocks at all: no limit
+        if space.f_blocks and space.f_bavail * space.f_frsize < size * _SHARE_OF_FREE:
             return Refusal.TOO_SMALL, -1
         fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         os.pwrite(fd, _TOKEN.pack(*token), size)
@@ -221,14 +226,13 @@ def _open_file(pid: int, fd: int, size: int, token: tuple[int, int]) -> tuple[Re
     return Refusal.NONE, opened
 
 
-def _map_file(fd: int, size: int, mine: Sequence[tuple[int, int]]) -> tuple[Refusal, Tensor | None]:
+def _map_file(fd: int, size: int, mine: tuple[int, int]) -> tuple[Refusal, Tensor | None]:
     """The file's bytes; a rank reserves its own, so that a full file system is an error now.
 
     Else it would be a signal later, in the middle of a copy.
     """
     try:
-        for start, length in mine:
-            os.posix_fallocate(fd, start, length)
+        os.posix_fallocate(fd, *mine)
         return Refusal.NONE, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
     except OSError as error:
         return _because(error), None

@@ -1,8 +1,8 @@
 """Ways of rows that pass through memory which the ranks of a node share: no socket inside a node.
 
-    one node     every rank writes its rows into the mailboxes of the others
-    two levels   the same for the part inside the node; each mailbox is then sent on to other nodes
-    leader       every rank writes into the mailbox of its node's first rank, which exchanges with those of other nodes
+    one node     every rank writes its rows where the others read them
+    two levels   the same for the part inside the node; what lies there for a rank is then sent on by it to other nodes
+    leader       what lies there is sent on by the node's first rank, which receives for all ranks of the node
 
 Rows are bytes, [rows, bytes of a row], and come in the order of the flat exchange. An exchange has a number, alike on
 all ranks; its slot is written again once every rank of the node has read what was there.
@@ -51,8 +51,8 @@ class _Flight:
 class _Places(NamedTuple):
     """Where this rank writes and reads in an exchange.
 
-    written, read: blocks of ops.copy_blocks, into mailboxes and out of them. sent, received: rows to and from each rank
-    that there is a message for. num_rows: that come for this rank.
+    written, read: blocks of ops.copy_blocks, into the slot and out of it. sent, received: rows of each message.
+    num_rows: that come for this rank. start: first byte in the slot of what this rank sends on.
     """
 
     written: Tensor
@@ -60,6 +60,7 @@ class _Places(NamedTuple):
     sent: list[int]
     received: list[int]
     num_rows: int
+    start: int = 0
 
 
 class NodeRoutes:
@@ -69,8 +70,8 @@ class NodeRoutes:
         self._group, self._inside, self.memory = group, inside, memory
         self._flights: deque[_Flight] = deque()
 
-    def mailbox_bytes(self, route: str, splits: Splits, row_bytes: int) -> int:
-        """Bytes that the fullest mailbox of any node takes, the same on every rank."""
+    def slot_bytes(self, route: str, splits: Splits, row_bytes: int) -> int:
+        """Bytes that an exchange takes in the slot of the fullest node, the same on every rank."""
         rows = splits.kept.get(route)
         if rows is None:
             rows = splits.kept[route] = self._most_rows(route, splits)
@@ -78,17 +79,17 @@ class NodeRoutes:
 
     def _most_rows(self, route: str, splits: Splits) -> int:
         if route == "shared":
-            return int(splits.matrix.sum(0).max())
+            return int(splits.matrix.sum())
         matrix, _, _ = node_matrix(splits, self._group)
         if route == "two-level shared":
-            return int(matrix.sum((1, 2)).max())
+            return int(matrix.sum((1, 2, 3)).max())
         return int((matrix.sum((1, 2, 3)) + matrix.sum((0, 1, 3))).max())
 
     def begin(self, route: str, x: Tensor, splits: Splits, name: str) -> Arrival:
-        """Starts an exchange; all mailboxes have room for it."""
+        """Starts an exchange; the slots have room for it."""
         memory, row_bytes = self.memory, x.shape[1]
         number = self._next(name)
-        key = (route, row_bytes, memory.capacity)
+        key = (route, row_bytes)
         places = splits.kept.get(key)
         if places is None:
             places = splits.kept[key] = self._find(route, splits, row_bytes)
@@ -109,7 +110,7 @@ class NodeRoutes:
         if not memory.provide(row_bytes * (places + size)):
             return None
         number = self._next(name)
-        here, all_rows = memory.mailbox(number, 0)[: row_bytes * (places + size)].split(
+        here, all_rows = memory.slot(number)[: row_bytes * (places + size)].split(
             [row_bytes * places, row_bytes * size]
         )
         here.view(places, row_bytes)[self._inside.index].copy_(x.view(torch.uint8))
@@ -145,15 +146,15 @@ class NodeRoutes:
     # ---- one node ----
 
     def _in_one_node(self, splits: Splits, row_bytes: int) -> _Places:
-        """A mailbox has the rows of all others, in order; own rows are never written."""
+        """Rows by goal, then by source; own rows have room and are not written."""
         matrix, me = splits.matrix, self._inside.index
+        places = _before(matrix.t().flatten(), 0).view(matrix.shape)  # [goal, source]
         sizes = matrix[me].clone()
         sizes[me] = 0
-        column = torch.arange(self._inside.size) * self.memory.capacity + _before(matrix, 0)[me] * row_bytes
-        written = _blocks(_before(matrix[me], 0) * row_bytes, column, sizes * row_bytes)
+        written = _blocks(_before(matrix[me], 0) * row_bytes, places[:, me] * row_bytes, sizes * row_bytes)
         before, upto, num_rows = sum(splits.received[:me]), sum(splits.received[: me + 1]), sum(splits.received)
         starts, sizes = torch.tensor([0, upto]) * row_bytes, torch.tensor([before, num_rows - upto]) * row_bytes
-        read = _blocks(starts + me * self.memory.capacity, starts, sizes)
+        read = _blocks(starts + places[me, 0] * row_bytes, starts, sizes)
         return _Places(written, read, splits.sent, splits.received, num_rows)
 
     def _one_node(self, x: Tensor, places: _Places, number: int, name: str) -> Callable[[], Tensor]:
@@ -173,24 +174,24 @@ class NodeRoutes:
     # ---- two levels ----
 
     def _in_two_levels(self, splits: Splits, row_bytes: int) -> _Places:
-        """A mailbox has what this node sends to the ranks at its place: by goal node, then by source place."""
+        """What this node sends, by goal place, goal node and source place: one piece for each rank of the node."""
         matrix, node, place = node_matrix(splits, self._group)
-        boxes = matrix[node].permute(2, 1, 0)  # [goal place, goal node, source place]
-        inside_box = _before(boxes.flatten(1), 1).view(boxes.shape)[:, :, place]
+        leaving = matrix[node].permute(2, 1, 0)
+        places = _before(leaving.flatten(), 0).view(leaving.shape)
         own = matrix[node, place]  # [goal node, goal place], as x lies
         starts = _before(own.flatten(), 0).view(own.shape).t()
-        base = torch.arange(self._inside.size)[:, None] * self.memory.capacity
-        written = _blocks(starts * row_bytes, base + inside_box * row_bytes, own.t() * row_bytes)
+        written = _blocks(starts * row_bytes, places[:, :, place] * row_bytes, own.t() * row_bytes)
         sent, received = matrix[node, :, :, place].sum(0), matrix[:, :, node, place].sum(1)
-        return _Places(written, written[:0], sent.tolist(), received.tolist(), int(received.sum()))
+        start = int(places[place, 0, 0]) * row_bytes
+        return _Places(written, written[:0], sent.tolist(), received.tolist(), int(received.sum()), start)
 
     def _two_levels(self, x: Tensor, places: _Places, number: int, name: str) -> Callable[[], Tensor]:
         assert self._group.levels is not None
         memory, row_bytes = self.memory, x.shape[1]
         memory.wait(Flag.WRITTEN, number, f"{name} inside a node")
-        box = memory.mailbox(number, self._inside.index)[: sum(places.sent) * row_bytes].view(-1, row_bytes)
+        mine = memory.slot(number)[places.start : places.start + sum(places.sent) * row_bytes].view(-1, row_bytes)
         between = all_to_all_rows_async(
-            box, places.sent, places.received, self._group.levels.between, name=f"{name} between nodes"
+            mine, places.sent, places.received, self._group.levels.between, name=f"{name} between nodes"
         )
 
         def arrive() -> Tensor:
@@ -203,16 +204,16 @@ class NodeRoutes:
     # ---- through a leader ----
 
     def _through_leader(self, splits: Splits, row_bytes: int) -> _Places:
-        """The leader's mailbox has all that its node sends, by goal node, goal place and source place; then what comes.
+        """All that the node sends, by goal node, goal place and source place; then all that comes.
 
         What comes is ordered by source node, goal place and source place: for each node a block for each rank.
         """
         matrix, node, place = node_matrix(splits, self._group)
         leaving = matrix[node].permute(1, 2, 0)  # [goal node, goal place, source place]
-        inside_box = _before(leaving.flatten(), 0).view(leaving.shape)[:, :, place]
+        places = _before(leaving.flatten(), 0).view(leaving.shape)[:, :, place]
         own = matrix[node, place]
         starts = _before(own.flatten(), 0).view(own.shape)
-        written = _blocks(starts * row_bytes, inside_box * row_bytes, own * row_bytes)
+        written = _blocks(starts * row_bytes, places * row_bytes, own * row_bytes)
         coming = matrix[:, :, node].transpose(1, 2)  # [source node, goal place, source place]
         sizes = coming[:, place].sum(1)
         first = int(leaving.sum())
@@ -223,11 +224,11 @@ class NodeRoutes:
     def _leader(self, x: Tensor, places: _Places, number: int, name: str) -> Callable[[], Tensor]:
         assert self._group.levels is not None
         memory, row_bytes = self.memory, x.shape[1]
-        box = memory.mailbox(number, 0)
+        slot = memory.slot(number)
         between: Callable[[], Tensor] | None = None
         if self._inside.index == 0:
             memory.wait(Flag.WRITTEN, number, f"{name} inside a node")
-            rows = box[: (sum(places.sent) + sum(places.received)) * row_bytes].view(-1, row_bytes)
+            rows = slot[: (sum(places.sent) + sum(places.received)) * row_bytes].view(-1, row_bytes)
             leaving, coming = rows.split([sum(places.sent), sum(places.received)])
             between = all_to_all_rows_async(
                 leaving,
@@ -245,7 +246,7 @@ class NodeRoutes:
             else:
                 memory.wait(Flag.ARRIVED, number, f"{name} between nodes", [0])
             out = x.new_empty(places.num_rows, row_bytes)
-            ops.copy_blocks(box, places.read, out.view(-1))
+            ops.copy_blocks(slot, places.read, out.view(-1))
             memory.post(Flag.READ, number)
             return out
 

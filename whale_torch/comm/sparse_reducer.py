@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -20,13 +20,13 @@ class SparseReducer:
     """Averages gradients that are sparse on some rank; one that is dense on some rank (a tied weight) is made dense.
 
     It works at the end of backward, in the order of its parameters, in their own dtype: sums in rank order, so every
-    rank holds the same bits.
+    rank holds the same bits. hooked: gradients are noticed as they arrive.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], copies: Group):
+    def __init__(self, parameters: list[torch.nn.Parameter], copies: Group, *, hooked: bool = True):
         self.copies, self.groups, self.sync = copies, [copies], True
         self._parameters = parameters
-        self._handles = [on_gradient(p, self._ready) for p in parameters]
+        self._handles = [on_gradient(p, self._ready) for p in parameters] if hooked else []
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
@@ -42,6 +42,9 @@ class SparseReducer:
 
     def begin(self) -> None:
         """A backward begins."""
+
+    def arrive(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Nothing leaves before `land`."""
 
     def launch(self, *, void: bool = False) -> None:
         """Nothing leaves before `land`."""

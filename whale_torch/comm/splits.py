@@ -39,6 +39,11 @@ class Splits:
         return self._numbers(self.matrix[self.index])
 
     @cached_property
+    def num_sent(self) -> int:
+        """Rows that this rank sends."""
+        return sum(self.sent)
+
+    @cached_property
     def received(self) -> list[int]:
         """Rows that this rank receives from each."""
         return self._numbers(self.matrix[:, self.index])

@@ -1,4 +1,4 @@
-"""The ops behind gradient buckets, sharded losses, experts and memory that ranks share.
+"""The ops behind buckets, sharded losses, experts and memory that ranks share.
 
 They are specified in Python, and compiled where a compiler was there.
 """

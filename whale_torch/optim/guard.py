@@ -119,7 +119,7 @@ def _reads_whole_tensors(kind: type[Optimizer], parameter: Tensor, place: Parame
     return PlanError(
         f"{kind.__name__} {known}, but '{place.name}' {where}.",
         where=place.site,
-        fix=f"give the cut parameters an element-wise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...){declare}",
+        fix=f"give such parameters an element-wise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...){declare}",
     )
 
 

@@ -18,7 +18,8 @@ from torch import nn
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
-from whale_torch.planning.flops import measure
+from whale_torch.names import joined
+from whale_torch.planning.flops import Measured, measure
 from whale_torch.planning.pipelines import PipelinePlan, topmost
 from whale_torch.planning.recording import arguments
 from whale_torch.planning.taskgraph import TaskGraph
@@ -52,18 +53,13 @@ def balanced_stages(
     num_stages = asked.num_stages
     roots = topmost([name for graph in graphs if scope in graph.annotations for name in graph.modules])
     measured, why = (None, "") if inputs is None else measure(model, *arguments(inputs))
-    by_flops = measured is not None and any(measured.flops.get(name) for name in measured.flops)
+    weights, what = _weights(measured, seconds)
     modules = dict(model.named_modules())
 
     def time(name: str) -> int:
-        if seconds is not None:
-            own = seconds.get(name)
-            return round(own * 1e9) if own is not None else sum(map(time, _members(name, modules[name])))
-        if by_flops and measured is not None:
-            flops = measured.flops.get(name)
-            called = isinstance(modules[name], _UNCALLED) or flops is None
-            return sum(map(time, _members(name, modules[name]))) if called else int(flops or 0)
-        return sum(p.numel() for p in modules[name].parameters())
+        if weights is None:
+            return sum(p.numel() for p in modules[name].parameters())
+        return weights[name] if name in weights else sum(map(time, _members(name, modules[name])))
 
     names, opened = _units(roots, modules, time, num_stages)
     if measured is not None:
@@ -80,10 +76,17 @@ def balanced_stages(
     starts = [0, *ends[:-1]]
     stages = [_whole(names[start:end], opened) for start, end in zip(starts, ends, strict=True)]
     largest = max(sum(times[start:end]) for start, end in zip(starts, ends, strict=True))
-    what = "floating-point operations of a forward" if by_flops else "parameters"
-    what = what if seconds is None else "measured seconds of forward and backward"
     over = largest * num_stages / sum(times) if sum(times) else 1.0
     return stages, f"balanced by {what}{why}: the largest stage has {over:.2f} of an even share"
+
+
+def _weights(measured: Measured | None, seconds: Mapping[str, float] | None) -> tuple[Mapping[str, int] | None, str]:
+    """What modules that are called weigh, by name, and in words what that is; None where parameters count."""
+    if seconds is not None:
+        return {name: round(own * 1e9) for name, own in seconds.items()}, "measured seconds of forward and backward"
+    if measured is not None and any(measured.flops.values()):
+        return measured.flops, "floating-point operations of a forward"
+    return None, "parameters"
 
 
 def _has_state(module: nn.Module) -> bool:
@@ -92,8 +95,7 @@ def _has_state(module: nn.Module) -> bool:
 
 def _members(name: str, module: nn.Module) -> list[str]:
     """Names of the members that hold something."""
-    prefix = f"{name}." if name else ""
-    return [prefix + key for key, child in module.named_children() if _has_state(child)]
+    return [joined(name, key) for key, child in module.named_children() if _has_state(child)]
 
 
 def _units(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from whale_torch.planning.gradients import local_numel
@@ -39,7 +38,7 @@ _COUNT_BYTES = 48
 _LOSS_BYTES = 72
 _ID_BYTES = 8
 # A pipeline: what it is fed, the counts of a loss with one mean in it, its value.
-_FED_BYTES, _LOSS_COUNT_BYTES, _LOSS_VALUE_BYTES = 56, 24, 8
+_FED_BYTES, _LOSS_COUNT_BYTES, _LOSS_VALUE_BYTES = 64, 24, 8
 
 
 def price(plan: Plan, model: nn.Module) -> Plan:
@@ -172,8 +171,8 @@ def _with_bytes(
     sizes = {name: local_numel(parameters[name], shards.get(name)) for name in trained}
     elements = max(sum(size for name, size in sizes.items() if name in names) for names in places)
     dtype = parameters[reduce.parameters[0]].dtype
-    wire: torch.dtype = getattr(torch, reduce.wire) if reduce.wire else dtype
-    return replace(reduce, gradient_bytes=elements * dtype.itemsize, wire_bytes=elements * wire.itemsize)
+    wire_bytes = elements * reduce.wire_dtype(dtype).itemsize
+    return replace(reduce, gradient_bytes=elements * dtype.itemsize, wire_bytes=wire_bytes)
 
 
 def all_reduce_bytes(num_bytes: float, num_ranks: int) -> float:
@@ -198,7 +197,7 @@ def gradient_traffic(
     total: dict[int, list[float]] = {}
     for reduce in plan.reduces:
         device = plan.device(reduce.device)
-        dtype = getattr(torch, reduce.wire) if reduce.wire else parameters[reduce.parameters[0]].dtype
+        dtype = reduce.wire_dtype(parameters[reduce.parameters[0]].dtype)
         cut = shards if device.size > 1 else {}
         own = set(reduce.parameters)
         mine = [name for name in trained if name in own]

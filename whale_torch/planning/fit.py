@@ -10,8 +10,8 @@ from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 from whale_torch.planning.cost import price, shards_of
+from whale_torch.planning.fit_pipeline import check_pipeline
 from whale_torch.planning.layout import Shard
-from whale_torch.planning.limits import check_pipeline
 from whale_torch.planning.plan import Plan, Reduce
 from whale_torch.planning.rules import Cut
 from whale_torch.planning.taskgraph import TaskGraph, group_modules

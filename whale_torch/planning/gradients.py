@@ -15,7 +15,7 @@ from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Reduce
 from whale_torch.planning.taskgraph import TaskGraph
 
-__all__ = ["local_numel", "plan_reduces"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "DEFAULT_MAX_IN_FLIGHT", "local_numel", "plan_reduces"]
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 DEFAULT_MAX_IN_FLIGHT = 8

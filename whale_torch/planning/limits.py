@@ -10,11 +10,9 @@ from whale_torch.annotation import Annotation
 from whale_torch.errors import PlanError
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.pipelines import PipelinePlan
-from whale_torch.planning.schedules import NAMES, from_table
-from whale_torch.planning.tables import num_stages_of
 from whale_torch.planning.taskgraph import TaskGraph
 
-__all__ = ["check_pipeline", "check_pipeline_scopes", "check_tied_options", "check_ties"]
+__all__ = ["check_pipeline_scopes", "check_tied_options", "check_ties"]
 
 _OF_GRADIENTS = ("reduce_dtype", "bucket_bytes", "max_in_flight", "all_reduce")
 
@@ -22,7 +20,7 @@ _OF_GRADIENTS = ("reduce_dtype", "bucket_bytes", "max_in_flight", "all_reduce")
 def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> None:
     """Raises PlanError for scopes and options that nothing follows in a model with this pipeline."""
     has_stages = any(annotation.kind == "stage" for graph in graphs for annotation in graph.annotations)
-    if scope.get("balance") == "measured" and (has_stages or num_stages_of(scope) is None):
+    if scope.get("balance") == "measured" and has_stages:
         raise PlanError(
             f"{scope.call}: balance says how a pipeline is cut by count, and this one has wh.stage() scopes.",
             where=scope.site,
@@ -115,91 +113,3 @@ def check_tied_options(model: nn.Module, graphs: Sequence[TaskGraph], graph_of: 
                         where=f"{other.site} and {graph.site}",
                         fix="give both the same options, or untie them",
                     )
-
-
-def check_pipeline(pipeline: PipelinePlan, model: nn.Module, world: int) -> None:
-    """Raises PlanError for a pipeline, of a plan that was edited, that cannot be carried out on this model."""
-    ranks, number = pipeline.num_ranks, pipeline.num_micro_batches
-    if not pipeline.table and pipeline.schedule not in NAMES:
-        raise PlanError(
-            f"the plan's schedule is {pipeline.schedule!r}.",
-            fix=f"it is one of {', '.join(NAMES)}, or the name of the rows in its `table`",
-        )
-    if type(number) is not int or number < 1:
-        raise PlanError(f"the plan's pipeline has {number!r} micro-batches.", fix="1 or more")
-    if type(ranks) is not int or not 1 <= ranks <= pipeline.num_stages or world % ranks:
-        raise PlanError(
-            f"the plan's pipelines have {ranks!r} ranks, {pipeline.num_stages} stages and {world} ranks to run on.",
-            fix="num_ranks divides the ranks and is at most the number of stages",
-        )
-    if pipeline.table:
-        _check_table(pipeline)
-    if pipeline.micro_batch_loss not in (None, "mean"):
-        raise PlanError(f"the plan's micro_batch_loss is {pipeline.micro_batch_loss!r}.", fix='it is null or "mean"')
-    if pipeline.mixing not in (None, "accept"):
-        raise PlanError(f"the plan's mixing is {pipeline.mixing!r}.", fix='it is null or "accept"')
-    _check_stages(pipeline, model)
-    parameters = {name for name, _ in model.named_parameters()}
-    for name, stages in pipeline.elsewhere:
-        if name not in parameters or not stages or not set(stages) <= set(range(pipeline.num_stages)):
-            raise PlanError(
-                f"the plan says that stages {list(stages)} of {pipeline.num_stages} use the parameter '{name}'.",
-                fix="leave out what was recorded: an empty list of `elsewhere`",
-            )
-
-
-def _check_table(pipeline: PipelinePlan) -> None:
-    """The rows are a schedule of as many stages, ranks and micro-batches as the plan says."""
-    if pipeline.schedule in NAMES:
-        raise PlanError(
-            f"the plan's schedule is {pipeline.schedule!r}, and it has a table, which is run instead.",
-            fix=f'empty `table` for {pipeline.schedule!r}, or call the schedule "table"',
-        )
-    found = from_table(pipeline.table, name=pipeline.schedule)
-    for what, number, asked in (
-        ("stages", found.num_stages, pipeline.num_stages),
-        ("ranks", found.num_ranks, pipeline.num_ranks),
-        ("micro-batches", found.num_micro_batches, pipeline.num_micro_batches),
-    ):
-        if number != asked:
-            raise PlanError(
-                f"the plan's table has actions of {number} {what}, and its pipeline has {asked}.",
-                fix="edit both alike: one row a rank, and actions of every stage and micro-batch",
-            )
-
-
-def _check_stages(pipeline: PipelinePlan, model: nn.Module) -> None:
-    """Every stage has modules, each of the model, and none that is or contains another's."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, int] = {}
-    for stage, names in enumerate(pipeline.stages):
-        if not names:
-            raise PlanError(
-                f"stage {stage} of the plan's {pipeline.num_stages} has no modules.",
-                fix="leave it out, or give it some",
-            )
-        for name in names:
-            if name not in modules:
-                raise PlanError(
-                    f"the plan's stage {stage} has '{name}', which is not in the model.", fix="take it out of the stage"
-                )
-            if name in found:
-                raise _in_two_stages(name, stage, name, found[name])
-            found[name] = stage
-    for name, stage in found.items():
-        outer = next((other for other in _around(name) if other in found), None)
-        if outer is not None:
-            raise _in_two_stages(name, stage, outer, found[outer])
-
-
-def _in_two_stages(name: str, stage: int, other: str, other_stage: int) -> PlanError:
-    return PlanError(
-        f"the plan's stage {stage} has '{name}', and its stage {other_stage} has '{other}'.",
-        fix="name every module in one stage, and none that contains another one",
-    )
-
-
-def _around(name: str) -> list[str]:
-    """Names of what contains a module, from the inside out; "" is the model."""
-    pieces = name.split(".") if name else []
-    return [".".join(pieces[:end]) for end in reversed(range(len(pieces)))]

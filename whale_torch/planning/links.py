@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-import torch
 from torch import nn
 
 from whale_torch.planning.gradients import local_numel
@@ -95,8 +94,8 @@ def _send_gradients(
     sizes: dict[tuple[int, ...], float] = {}
     for name in reduce.parameters:
         if name in parameters:
-            dtype = getattr(torch, reduce.wire) if reduce.wire else parameters[name].dtype
-            own = local_numel(parameters[name], shards.get(name)) * dtype.itemsize
+            itemsize = reduce.wire_dtype(parameters[name].dtype).itemsize
+            own = local_numel(parameters[name], shards.get(name)) * itemsize
             sizes[places[name]] = sizes.get(places[name], 0.0) + own
     for at, size in sizes.items():
         if len(at) > 1:  # tied: the ranks of all its places together

@@ -13,6 +13,7 @@ from torch import nn
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
+from whale_torch.names import containers, outward
 from whale_torch.planning.schedules import Schedule, from_table, make
 from whale_torch.planning.slices import SlicedModules
 from whale_torch.planning.tables import check_table, num_stages_of, table_of
@@ -130,12 +131,7 @@ class PipelinePlan:
 
     def stage_of(self, module: str) -> int | None:
         """The stage that a module belongs to, by its name or by that of what contains it."""
-        name = module
-        while name not in self._stage_of_root:
-            if not name:
-                return None
-            name = name.rpartition(".")[0]
-        return self._stage_of_root[name]
+        return next((self._stage_of_root[name] for name in outward(module) if name in self._stage_of_root), None)
 
     def users(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
         """The stages that use each parameter, ascending, by its first name.
@@ -166,8 +162,7 @@ def leaf_of(plan: PipelinePlan, sliced: SlicedModules) -> Leaf:
 
     Of a stage's module that runs on slices in part, the members.
     """
-    roots = [name for names in plan.stages for name in names]
-    around = {name[:end] for name in roots for end in _dots(name)} | {""}
+    around = {name for names in plan.stages for root in names for name in containers(root)} | {""}
 
     def leaf(name: str, module: nn.Module) -> int | Literal["loose"] | Opened | None:
         stage = plan.stage_of(name)
@@ -178,10 +173,6 @@ def leaf_of(plan: PipelinePlan, sliced: SlicedModules) -> Leaf:
         return "loose"
 
     return leaf
-
-
-def _dots(name: str) -> Sequence[int]:
-    return [place for place, letter in enumerate(name) if letter == "."]
 
 
 def scope_of(graphs: Sequence[TaskGraph]) -> Annotation | None:
@@ -255,12 +246,8 @@ def annotated_stages(graphs: Sequence[TaskGraph], scope: Annotation) -> tuple[tu
 
 def topmost(names: Sequence[str]) -> list[str]:
     """Those that no other one contains."""
-    around = {f"{name}." if name else "" for name in names}
-    return [
-        name
-        for name in names
-        if not any(name[: end + 1] in around for end in _dots(name)) and not (name and "" in around)
-    ]
+    present = set(names)
+    return [name for name in names if present.isdisjoint(containers(name))]
 
 
 def _num_ranks(scope: Annotation, num_stages: int, world: int) -> int:

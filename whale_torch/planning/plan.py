@@ -14,6 +14,7 @@ import torch
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
+from whale_torch.names import outward
 from whale_torch.planning.pipelines import Links, Moved, PipelinePlan
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.render import render
@@ -50,6 +51,10 @@ class Reduce:
     parameters: tuple[str, ...]
     gradient_bytes: int = 0
     wire_bytes: int = 0
+
+    def wire_dtype(self, own: torch.dtype) -> torch.dtype:
+        """In which gradients of a dtype travel."""
+        return own if self.wire is None else getattr(torch, self.wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +131,6 @@ class Plan:
         """The feed of each rank: ranks of one feed are one replica."""
         return tuple(map(self.feed_of, range(self.world)))
 
-    def is_first_of_feed(self, rank: int) -> bool:
-        """Whether a rank speaks for its replica: the first of those that are fed the same batch."""
-        return rank == self.feeds.index(self.feed_of(rank))
-
     @property
     def sent_bytes(self) -> float:
         """Bytes that one rank sends in a training step."""
@@ -144,12 +145,10 @@ class Plan:
 
     def taskgraph_of(self, module_name: str) -> TaskGraph:
         """The TaskGraph that a module runs in. Raises KeyError for a name that none holds."""
-        name = module_name
-        while name not in self._graph_of_root:
-            if not name:
-                raise KeyError(module_name)
-            name = name.rpartition(".")[0]
-        return self._graph_of_root[name]
+        found = next((name for name in outward(module_name) if name in self._graph_of_root), None)
+        if found is None:
+            raise KeyError(module_name)
+        return self._graph_of_root[found]
 
     def timeline(self) -> Timeline:
         """When each rank of a pipeline runs what in a training step, simulated; print it, or draw it.

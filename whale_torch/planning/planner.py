@@ -12,6 +12,7 @@ from torch import nn
 from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
+from whale_torch.names import joined
 from whale_torch.planning.balance import balanced_stages
 from whale_torch.planning.cost import DEFAULT_ROWS, price, shards_of, split_bytes
 from whale_torch.planning.gradients import plan_reduces
@@ -22,7 +23,7 @@ from whale_torch.planning.options import batch_dim_of, check_options, one_option
 from whale_torch.planning.pipelines import PipelinePlan, annotated_stages, plan_pipeline, scope_of
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
-from whale_torch.planning.recording import record_step
+from whale_torch.planning.recording import count_rows, record_step
 from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles, own_plans
 from whale_torch.planning.slices import SlicedModules
 from whale_torch.planning.tables import num_stages_of
@@ -36,20 +37,19 @@ def make_plan(
     cluster: Cluster,
     *,
     default: tuple[Annotation, ...] = (),
-    rows_per_rank: int | None = None,
     sample_inputs: Any = None,
     seconds: Mapping[str, float] | None = None,
 ) -> Plan:
     """Plans an annotated model on a cluster without changing it.
 
-    rows_per_rank: samples a feed brings in a step, for byte counts only. sample_inputs: what one replica is fed, from
-    which a pipeline is balanced and placed. seconds: of modules by name, where `measured_at` asks for them.
+    sample_inputs: what one replica is fed: from its rows bytes are counted, and a pipeline is balanced and placed.
+    seconds: of modules by name, where `measured_at` asks for them.
     Raises AnnotationError and PlanError, and TraceError for a pipeline whose forward cannot be recorded, with the same
     text on every rank.
     """
     grouping = group_modules(model, default)
     pipeline = _plan_pipeline(model, grouping.graphs, cluster, sample_inputs, seconds)
-    build = partial(_build, model, cluster, grouping, rows_per_rank)
+    build = partial(_build, model, cluster, grouping, sample_inputs)
     if pipeline is None or not pipeline.moved or cluster.num_nodes == 1 or pipeline.num_ranks in (1, cluster.num_ranks):
         return build(pipeline)
     outer, inner = build(pipeline), build(replace(pipeline, inner=True))
@@ -63,10 +63,14 @@ def make_plan(
 def measured_at(model: nn.Module, default: tuple[Annotation, ...] = ()) -> str | None:
     """The line of the pipeline that is to be balanced by measured seconds, None where there is none.
 
-    Raises PlanError where scopes ask for two pipelines.
+    Raises PlanError where nothing would follow them, and where scopes ask for two pipelines.
     """
-    scope = scope_of(group_modules(model, default).graphs)
-    return None if scope is None or scope.get("balance") != "measured" else scope.site
+    graphs = group_modules(model, default).graphs
+    scope = scope_of(graphs)
+    if scope is None or scope.get("balance") != "measured":
+        return None
+    check_pipeline_scopes(graphs, scope)
+    return None if num_stages_of(scope) is None else scope.site
 
 
 def _plan_pipeline(
@@ -92,7 +96,7 @@ def _plan_pipeline(
 
 
 def _build(
-    model: nn.Module, cluster: Cluster, grouping: Grouping, rows_per_rank: int | None, pipeline: PipelinePlan | None
+    model: nn.Module, cluster: Cluster, grouping: Grouping, sample_inputs: Any, pipeline: PipelinePlan | None
 ) -> Plan:
     ranks = cluster.num_ranks // (1 if pipeline is None else pipeline.num_ranks)
     sizes = {graph.index: _split_size(graph, cluster, ranks) for graph in grouping.graphs if graph.kind == "split"}
@@ -106,7 +110,7 @@ def _build(
         check_ties(pipeline, model, shards)
         check_tied_options(model, graphs, grouping.graph_of)
         SlicedModules(graphs).check(model.named_modules())
-    parameters = dict(model.named_parameters())
+    parameters, batch_dim = dict(model.named_parameters()), batch_dim_of(graphs)
     plan = Plan(
         cluster=cluster,
         feed_size=feed_size,
@@ -116,8 +120,8 @@ def _build(
         reduces=plan_reduces(parameters, shards, owner, graphs, by_name, cluster),
         traffic=(),
         parameters=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
-        rows_per_rank=DEFAULT_ROWS if rows_per_rank is None else rows_per_rank,
-        batch_dim=batch_dim_of(graphs),
+        rows_per_rank=DEFAULT_ROWS if sample_inputs is None else count_rows(model, sample_inputs, batch_dim),
+        batch_dim=batch_dim,
         loss=one_option(graphs, "loss", "mean"),
         pipeline=pipeline,
     )
@@ -260,7 +264,7 @@ def _shards(
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            here = f"{module_name}.{key}" if module_name else key
+            here = joined(module_name, key)
             graph = grouping.graph_of.get(module_name)
             if graph is None:  # the same module under a second name
                 continue

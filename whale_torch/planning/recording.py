@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_torch.errors import PlanError, WhaleError
+from whale_torch.errors import PlanError, WhaleError, first_line
 from whale_torch.planning.flops import Measured, measure
 from whale_torch.planning.pipelines import Moved, PipelinePlan, leaf_of, topmost
 from whale_torch.planning.slices import SlicedModules
 from whale_torch.planning.taskgraph import TaskGraph
 from whale_torch.trace.cut import cut
-from whale_torch.trace.graph import Graph, Node, nodes_in, tensors_in
-from whale_torch.trace.program import StageProgram
-from whale_torch.trace.sample_dims import BatchDim, Dims, SampleDims
+from whale_torch.trace.graph import Graph, Node, tensors_in
+from whale_torch.trace.program import StageProgram, stages_of_tensors
+from whale_torch.trace.sample_dims import BatchDim, Dims, SampleDims, micro_batch_rows
 from whale_torch.trace.sizes import other_number
 from whale_torch.trace.slices import mark_slices
 from whale_torch.trace.tracer import Leaf, record
@@ -51,7 +51,7 @@ def record_step(
     sample_dims = SampleDims(model, batch_dim, where=pipeline.site)
     rows = sample_dims.count(args, kwargs)
     dims = sample_dims.of(args, kwargs, rows)
-    sizes = Counter(_parts(rows, pipeline.num_micro_batches))
+    sizes = Counter(micro_batch_rows(rows, pipeline.num_micro_batches))
     twin = Twin.of(model, torch.device("cpu"))
     twin.module.train()
     activations: Counter[tuple[int, int]] = Counter()
@@ -106,10 +106,9 @@ def _record(
     except WhaleError:
         raise
     except Exception as error:  # the model is the user's
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
         raise PlanError(
             f"a pipeline is cut where a forward is recorded, which fails on these sample_inputs: "
-            f"{type(error).__name__}: {reason}",
+            f"{type(error).__name__}: {first_line(error)}",
             where=site,
             fix="give what the model can be called with: a tensor, a tuple of positional or a dict of named inputs",
         ) from error
@@ -128,18 +127,11 @@ def check_busy(pipeline: PipelinePlan, programs: Sequence[StageProgram]) -> None
             )
 
 
-def _parts(rows: int, number: int) -> list[int]:
-    """Rows of each micro-batch."""
-    number = min(number, rows)
-    return [rows // number + (part < rows % number) for part in range(number)] if number else []
-
-
 def _results(graph: Graph) -> tuple[tuple[Node, ...], bool]:
     """What a training step takes from the last stage, and whether a loss is in it."""
-    returned = [node for node in dict.fromkeys(nodes_in(graph.output)) if isinstance(node.value, Tensor)]
-    scalars = [node for node in returned if node.value.dim() == 0 and node.value.is_floating_point()]
-    has_loss = any(node.value.requires_grad for node in scalars)
-    return tuple(scalars if has_loss else returned), has_loss
+    has_loss = any(node.value.requires_grad for node in graph.scalars)
+    tensors = [node for node in graph.returned if isinstance(node.value, Tensor)]
+    return tuple(graph.scalars if has_loss else tensors), has_loss
 
 
 def _joined_bytes(node: Node) -> int:
@@ -159,16 +151,7 @@ def _elsewhere(
     model: nn.Module, pipeline: PipelinePlan, programs: Sequence[StageProgram]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Parameters that other stages use than their names say."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    used: dict[str, set[int]] = {}
-    for program in programs:
-        found = [p for name in program.modules for p in modules[name].parameters()]
-        for name in program.parameters:
-            owner, _, key = name.rpartition(".")
-            found.append(getattr(modules[owner], key))
-        for parameter in found:
-            used.setdefault(first[id(parameter)], set()).add(program.index)
+    used = stages_of_tensors(model, programs)
     for name, stages in pipeline.users(model).items():
         seen = tuple(sorted(used.get(name, ())))
         if seen and seen != stages:

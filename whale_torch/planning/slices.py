@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from whale_torch.errors import PlanError
+from whale_torch.names import outward
 from whale_torch.planning.taskgraph import TaskGraph
 
 __all__ = ["SlicedModules"]
@@ -30,13 +31,8 @@ class SlicedModules:
 
     def __contains__(self, name: str) -> bool:
         """Whether the module of this name runs on slices."""
-        while self._graph_of:
-            if name in self._graph_of:
-                return _is_sliced(self._graph_of[name])
-            if not name:
-                break
-            name = name.rpartition(".")[0]
-        return False
+        graph = self._around(name)
+        return graph is not None and _is_sliced(graph)
 
     def divide(self, name: str) -> bool:
         """Whether some of a module's members run on slices and others, or the module itself, do not."""
@@ -48,18 +44,17 @@ class SlicedModules:
         if not self:
             return
         for name, module in modules:
-            if isinstance(module, _OF_STATISTICS) and name in self:
+            graph = self._around(name)
+            if isinstance(module, _OF_STATISTICS) and graph is not None and _is_sliced(graph):
                 raise PlanError(
                     f"'{name}' is a {type(module).__name__} in a wh.replica inside a stage, beside a split: it would "
                     "take its statistics of one rank's slice of the micro-batch.",
-                    where=self._site(name),
+                    where=graph.site,
                     fix="leave it out of the replica, or use nn.GroupNorm",
                 )
 
-    def _site(self, name: str) -> str:
-        while name not in self._graph_of:
-            name = name.rpartition(".")[0]
-        return self._graph_of[name].site
+    def _around(self, name: str) -> TaskGraph | None:
+        return next((self._graph_of[outer] for outer in outward(name) if outer in self._graph_of), None)
 
 
 def _splits(graph: TaskGraph) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from whale_torch.comm.cut_tensor import without_memory
 from whale_torch.errors import PlanError
+from whale_torch.names import containers, joined
 from whale_torch.planning.layout import Shard
 from whale_torch.strategies.batch import digest
 from whale_torch.strategies.kept import Kept, NeedsAll, NeedsNoAbsent
@@ -37,7 +38,7 @@ def check_can_materialize(model: nn.Module, init_fn: InitFunction | None, given:
         return
     first = _first_names(model)
     for name, module in model.named_modules():
-        wanted = [key for key, t in _own(module) if _is_fresh(t, _full(name, key), first, given)]
+        wanted = [key for key, t in _own(module) if _is_fresh(t, joined(name, key), first, given)]
         if wanted and _reset_of(module) is None:
             raise PlanError(
                 f"module '{name}' ({type(module).__name__}) was built on the meta device with {', '.join(wanted)}, "
@@ -68,7 +69,7 @@ def materialize(
     end without memory, buffers on the meta device.
     any_rank: whether a flag is set on some rank.
     Raises PlanError, with the model as it was, where an initialiser leaves a tensor unset, replaces a parameter, or
-    changes values of a member that had memory before or is tied to what lies elsewhere.
+    changes values of a member that had memory before.
     """
     run = _Materialize(model, cuts, seed, init_fn, given, kept or Kept(), any_rank)
     try:
@@ -107,23 +108,21 @@ class _Materialize:
         # names, and what is here of them, that are cut or given back later, while a container is whole
         self._whole: dict[str, nn.Parameter | None] | None = None
         self._needed = True  # whether a container that is whole is whole here
-        self._drawn: list[str] = []
 
     def visit(self, name: str, module: nn.Module) -> None:
         self._held.append((module, dict(module._parameters), dict(module._buffers)))
-        own = [(key, t, _full(name, key)) for key, t in _own(module)]
+        own = [(key, t, joined(name, key)) for key, t in _own(module)]
         fresh = [key for key, t, full in own if _is_fresh(t, full, self.first, self.given)]
         for key, t, full in own:
             if _is_fresh(t, full, self.first):
                 self._reach(module, key, full)
         if not fresh and (self.init_fn is None or name not in self._around):
             return
-        self._around.update(_containers(name))
+        self._around.update(containers(name))
         asks = self._asks(name, module, fresh)
         again = self._gives_values(name, module, fresh) and self._initialise(name, module, fresh)
         if asks and self.any_rank(again):
-            if self._whole is not None:
-                raise self._lies_elsewhere(name, module)
+            assert self._whole is None, "a container that is whole has all that its initialiser may draw"
             self._again(name, module)
 
     def _reach(self, module: nn.Module, key: str, full: str) -> None:
@@ -141,7 +140,7 @@ class _Materialize:
         """Whether the module's initialiser may give values to something that this rank keeps."""
         if self._whole is not None:
             return self._needed
-        if any(self.kept.is_here(_full(name, key)) for key in fresh):
+        if any(self.kept.is_here(joined(name, key)) for key in fresh):
             return True
         own = {id(p) for p in module._parameters.values()}
         inside = (self.first[id(p)] for p in module.parameters() if id(p) not in own)
@@ -155,7 +154,7 @@ class _Materialize:
         if not members:
             return False
         own = {self.first[id(p)] for p in module._parameters.values() if p is not None}
-        names = {*members, *own, *(_full(name, key) for key in fresh)}
+        names = {*members, *own, *(joined(name, key) for key in fresh)}
         return len({self.kept.places.get(first) for first in names}) > 1
 
     def _members(self, name: str, module: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
@@ -226,13 +225,13 @@ class _Materialize:
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     like = torch.empty(self._local_shape(parameter), dtype=parameter.dtype, device="meta")
-                    self._swap(parameter, without_memory(like, self.kept.device), _full(name, key))
+                    self._swap(parameter, without_memory(like, self.kept.device), joined(name, key))
 
     def _initialise(self, name: str, module: nn.Module, fresh: list[str]) -> bool:
         """Whether it has to be done again with the whole module, since it needs values that are not whole here."""
         throwaways = self._shield(module, fresh)
         for key in fresh:
-            self._make(module, key, _full(name, key), whole=True)
+            self._make(module, key, joined(name, key), whole=True)
         before = {key: t for key, t in _own(module) if key in fresh}
         versions = {key: _mark_unset(t) for key, t in before.items()}
         members = self._members(name, module)
@@ -269,21 +268,16 @@ class _Materialize:
         for member, t in changed:
             if id(t) in self.had_memory:
                 raise PlanError(f"{how} changes '{member}' of a member, which had values before.", fix=_FIX)
-        self._drawn = [member for member, t in changed if not _is_constant(t)]
-        return bool(self._drawn)
-
-    def _lies_elsewhere(self, name: str, module: nn.Module) -> PlanError:
-        how, members = self._how(name, module), self._drawn or "parameters"
-        return PlanError(f"{how} changes {members} of members, which lie elsewhere too.", fix=_FIX)
+        return not all(_is_constant(t) for _, t in changed)
 
     def _check_set(self, name: str, module: nn.Module, key: str, made: Tensor, version: int) -> None:
         """Raises PlanError where an initialiser replaced a parameter or left a tensor unset."""
         how = self._what()
         if key in module._parameters and module._parameters[key] is not made:
-            raise PlanError(f"{how} replaces parameter '{_full(name, key)}'.", fix="set its values in place")
+            raise PlanError(f"{how} replaces parameter '{joined(name, key)}'.", fix="set its values in place")
         if (module._parameters.get(key) is made or module._buffers.get(key) is made) and _is_unset(made, version):
             raise PlanError(
-                f"{how} leaves '{_full(name, key)}' of {type(module).__name__} unset.",
+                f"{how} leaves '{joined(name, key)}' of {type(module).__name__} unset.",
                 fix="set it there, give wh.parallelize(init_fn=lambda module: ...), or build the model with memory",
             )
 
@@ -356,16 +350,6 @@ def _first_names(model: nn.Module) -> dict[int, str]:
 def _is_fresh(t: Tensor, name: str, first: dict[int, str], given: Collection[str] = ()) -> bool:
     """Whether this module is where the tensor gets its values: on meta, not tied to one named earlier, not given."""
     return t.is_meta and name not in given and first.get(id(t), name) == name
-
-
-def _full(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
-def _containers(name: str) -> Iterator[str]:
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _reset_of(module: nn.Module) -> Callable[[], Any] | None:

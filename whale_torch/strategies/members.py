@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from whale_torch.errors import PlanError
+from whale_torch.names import joined
 from whale_torch.strategies.wrappers import refuse_wrappers
 
 __all__ = ["Members"]
@@ -83,7 +84,7 @@ def _places(model: nn.Module) -> Iterator[_Place]:
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                yield (f"{name}.{key}" if name else key), module, key, parameter
+                yield joined(name, key), module, key, parameter
 
 
 def _replaced(name: str) -> PlanError:

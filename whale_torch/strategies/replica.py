@@ -16,10 +16,9 @@ from whale_torch.comm.registry import ParameterPlace, place_of, set_place
 from whale_torch.comm.sparse_reducer import SparseReducer
 from whale_torch.errors import PlanError
 from whale_torch.mesh import Group, Mesh
-from whale_torch.planning.placement import Blocks
 from whale_torch.planning.plan import Plan, Reduce
 
-__all__ = ["equalize", "make_reducers", "place_whole_parameters"]
+__all__ = ["equalize", "group_of_copies", "make_reducers", "place_whole_parameters", "sparse_parameters"]
 
 
 def place_whole_parameters(model: nn.Module, mesh: Mesh) -> None:
@@ -60,7 +59,7 @@ def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientRedu
     """One reducer for every group of gradients that the plan averages together, of what is trained now."""
     # by the names of the plan: a module may be wrapped since, and be called otherwise
     parameters = {place.name: p for p in model.parameters() if (place := place_of(p)) is not None}
-    sparse = _sparse_parameters(model)
+    sparse = sparse_parameters(model)
     reducers: list[GradientReducer] = []
     for number, reduce in enumerate(plan.reduces):
         device = plan.device(reduce.device)
@@ -69,7 +68,8 @@ def make_reducers(model: nn.Module, plan: Plan, mesh: Mesh) -> list[GradientRedu
         dense = [parameter for parameter in chosen if id(parameter) not in sparse]
         if dense:
             _check_dtypes(dense)
-            reduction = _reduction(reduce, device.copies, dense[0].dtype, plan, mesh, f"gradients {number}")
+            copies = group_of_copies(reduce, plan, mesh, f"gradients {number}")
+            reduction = Reduction(copies, reduce.wire_dtype(dense[0].dtype.to_real()), levels=copies.levels)
             reducers.append(
                 Reducer(dense, reduction, bucket_bytes=reduce.bucket_bytes, max_in_flight=reduce.max_in_flight)
             )
@@ -91,12 +91,12 @@ def _check_dtypes(parameters: list[nn.Parameter]) -> None:
             )
 
 
-def _sparse_parameters(model: nn.Module) -> set[int]:
+def sparse_parameters(model: nn.Module) -> set[int]:
     """The weights whose gradients their modules make sparse."""
     return {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
 
 
-def _reduction(reduce: Reduce, blocks: Blocks, dtype: torch.dtype, plan: Plan, mesh: Mesh, channel: str) -> Reduction:
+def group_of_copies(reduce: Reduce, plan: Plan, mesh: Mesh, channel: str) -> Group:
+    """The ranks whose gradients are averaged, in two levels where the plan says so."""
     join = mesh.two_levels if reduce.algorithm == "hierarchical" else mesh.group
-    copies = join(f"copies of {reduce.device}", blocks, channel=channel)
-    return Reduction(copies, getattr(torch, reduce.wire) if reduce.wire else dtype.to_real(), levels=copies.levels)
+    return join(f"copies of {reduce.device}", plan.device(reduce.device).copies, channel=channel)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace, place_of
 from whale_torch.errors import CheckpointError
+from whale_torch.names import joined
 
 __all__ = ["attach_state_hooks", "cut_places", "first_cut", "note_pipelined", "pipeline_places", "refuse_assign"]
 
@@ -43,7 +44,7 @@ def pipeline_places(model: nn.Module) -> dict[str, ParameterPlace]:
     for name, module in model.named_modules(remove_duplicate=False):
         for key, place in module.__dict__.get(_PIPELINED, {}).items():
             if isinstance(place, ParameterPlace):  # what was read from a pickle knows no ranks
-                found[f"{name}.{key}" if name else key] = place
+                found[joined(name, key)] = place
     return found
 
 

@@ -150,7 +150,6 @@ def _program(
         results=results if is_last else None,
         draws=any(node.draws for node in here),
         modules=tuple(dict.fromkeys(node.target for node in here if node.kind == "module")),
-        parameters=tuple(dict.fromkeys(node.target for node in here if node.kind == "parameter")),
     )
 
 

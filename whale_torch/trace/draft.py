@@ -11,10 +11,10 @@ from torch import Tensor
 
 from whale_torch.errors import LossError
 from whale_torch.trace import linear
-from whale_torch.trace.graph import Graph, Made, Node, like_dict, nodes_in
+from whale_torch.trace.graph import Graph, Node, map_nodes, nodes_in
 from whale_torch.trace.sizes import called
 
-__all__ = ["HALF", "Draft", "exchange", "over", "refuse", "shared", "whole"]
+__all__ = ["HALF", "Draft", "over", "refuse", "shared", "whole"]
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -86,12 +86,12 @@ class Draft:
         needed, now = self.graph.needed([result]), dict[Node, Node]()
         for node in self.graph.nodes:
             if node in needed:
-                nest = exchange((node.args, node.kwargs), lambda source: now.get(source, source))
+                nest = map_nodes((node.args, node.kwargs), lambda source: now.get(source, source), make=False)
                 now[node] = self._moved(node, *nest)
         return now[result]
 
     def exchanged(self, nest: Any) -> Any:
-        return exchange(nest, lambda source: self.now.get(source, source))
+        return map_nodes(nest, lambda source: self.now.get(source, source), make=False)
 
     # ---- counts
 
@@ -158,22 +158,6 @@ class Draft:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0
-
-
-def exchange(nest: Any, change: Callable[[Node], Any]) -> Any:
-    """The nest with each Node exchanged; objects that hold Nodes stay to be made."""
-    if isinstance(nest, Node):
-        return change(nest)
-    if isinstance(nest, Made):
-        return Made(nest.cls, {name: exchange(part, change) for name, part in nest.fields.items()})
-    if isinstance(nest, dict):
-        return like_dict(nest, {key: exchange(part, change) for key, part in nest.items()})
-    if type(nest) is slice:
-        return slice(*(exchange(part, change) for part in (nest.start, nest.stop, nest.step)))
-    if isinstance(nest, (tuple, list)):
-        parts = [exchange(part, change) for part in nest]
-        return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
-    return nest
 
 
 def refuse(node: Node, what: str) -> NoReturn:

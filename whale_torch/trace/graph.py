@@ -11,17 +11,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from whale_torch.trace.slices import Slices
 
 __all__ = [
+    "OF_TORCH",
+    "PLAIN",
     "Context",
     "Graph",
     "Kind",
     "Made",
     "Node",
+    "is_scalar",
     "item",
     "leaves_in",
     "like_dict",
@@ -31,6 +34,14 @@ __all__ = [
     "nodes_in",
     "tensors_in",
 ]
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that torch gives every module."""
+PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types of values that hold no tensors."""
 
 Kind = Literal["input", "parameter", "buffer", "constant", "count", "call", "module"]
 
@@ -127,13 +138,15 @@ class Graph:
     opened: tuple[str, ...] = ()
     written: dict[str, None] = field(default_factory=dict)
 
-    def users(self) -> dict[Node, list[Node]]:
-        """For every Node those that read it, in order."""
-        found: dict[Node, list[Node]] = {node: [] for node in self.nodes}
-        for node in self.nodes:
-            for source in dict.fromkeys(node.inputs()):
-                found[source].append(node)
-        return found
+    @property
+    def returned(self) -> list[Node]:
+        """What the model returns, each once, in order."""
+        return list(dict.fromkeys(nodes_in(self.output)))
+
+    @property
+    def scalars(self) -> list[Node]:
+        """The floating-point numbers among it, of which some may be losses."""
+        return [node for node in self.returned if is_scalar(node.value)]
 
     def needed(self, results: Sequence[Node]) -> set[Node]:
         """What the results are made of, and the calls that write into it."""
@@ -158,24 +171,25 @@ class Made:
         return self.cls(**self.fields)
 
 
-def map_nodes(value: Any, change: Callable[[Node], Any]) -> Any:
-    """The nest with each Node exchanged; objects that hold Nodes are made."""
-    if isinstance(value, Node):
-        return change(value)
-    if isinstance(value, Made):
-        return Made(value.cls, {name: map_nodes(item, change) for name, item in value.fields.items()}).make()
-    if type(value) is tuple:
-        return tuple(map_nodes(item, change) for item in value)
-    if type(value) is list:
-        return [map_nodes(item, change) for item in value]
-    if isinstance(value, tuple):
-        items = [map_nodes(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return like_dict(value, {key: map_nodes(item, change) for key, item in value.items()})
-    if type(value) is slice:
-        return slice(*(map_nodes(item, change) for item in (value.start, value.stop, value.step)))
-    return value
+def map_nodes(value: Any, change: Callable[[Node], Any], *, make: bool = True) -> Any:
+    """The nest with each Node exchanged. make: whether objects that hold Nodes are made, or stay to be made."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, Node):
+            return change(value)
+        if isinstance(value, Made):
+            made = Made(value.cls, {name: mapped(item) for name, item in value.fields.items()})
+            return made.make() if make else made
+        if isinstance(value, (tuple, list)):
+            items = [mapped(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, dict):
+            return like_dict(value, {key: mapped(item) for key, item in value.items()})
+        if type(value) is slice:
+            return slice(mapped(value.start), mapped(value.stop), mapped(value.step))
+        return value
+
+    return mapped(value)
 
 
 def nodes_in(value: Any) -> Iterator[Node]:
@@ -191,6 +205,11 @@ def nodes_in(value: Any) -> Iterator[Node]:
         yield from nodes_in(tuple(value.values()))
     elif type(value) is slice:
         yield from nodes_in((value.start, value.stop, value.step))
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a number in floating point, as a loss is."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def memory(x: Tensor) -> int:

@@ -44,7 +44,7 @@ class Linearity:
     values: of each Node that the losses need, or errors: raised if nobody accepts them. draft: the rewritten forward.
     """
 
-    def __init__(self, graph: Graph, sizes: Sizes | None):
+    def __init__(self, graph: Graph, sizes: Sizes):
         self._graph, self._sizes = graph, sizes
         self.draft = Draft(graph)
         self.values: dict[Node, Value] = {}
@@ -71,7 +71,7 @@ class Linearity:
 
     def _visit(self, node: Node) -> Value:
         if node.kind not in ("call", "module"):
-            return Value("rows" if self._per_sample(node) else "same", node)
+            return Value("rows" if self._sizes.differ(node) else "same", node)
         operands = [self.values[source] for source in node.inputs()]
         states = {value.state for value in operands}
         origin = next((value.origin for value in operands if value.origin), node)
@@ -86,20 +86,12 @@ class Linearity:
             if node.value.dim() == 0:
                 refuse_lost(origin)
             return Value("lost", self._moved(node), origin=origin)
-        return Value("rows", self._moved(node)) if self._per_sample(node) else self._of_same(node)
-
-    def _per_sample(self, node: Node) -> bool:
-        """Whether a tensor that is not made of rows has entries for each sample, or one that is kept them."""
-        if self._sizes is not None:
-            return self._sizes.differ(node)
-        return bool(node.kind in ("input", "module") and node.value.dim() > 0)
+        return Value("rows", self._moved(node)) if self._sizes.differ(node) else self._of_same(node)
 
     def _of_same(self, node: Node) -> Value:
         """Made of what is the same on all micro-batches; a number in it may be the batch's size."""
         if node.kind == "call" and node.value.dim() == 0 and node.target not in linear.ARITHMETIC:
-            number, other = _number(node), _number(self._pair(node))
-            if number is not None and self._sizes is None:
-                self._refuse_suspect(node, number)
+            number, other = _number(node), _number(self._sizes.pairs[node])
             if number is not None and other is not None and number != other:
                 if node.target not in linear.MAKERS:
                     self._refuse_number(node, number, other)
@@ -108,17 +100,11 @@ class Linearity:
 
     def _of_rows(self, node: Node) -> Value:
         """Made of what each sample has."""
-        kept = self._per_sample(node) if self._sizes or node.kind == "module" else node.value.dim() > 0
+        kept = self._sizes.differ(node)
         if node.kind == "module":
             return Value("rows" if kept else "lost", self._moved(node), origin=None if kept else node)
         if node.target in linear.LIKE and not kept:
             return self._of_same(node)
-        if self._sizes is None and kept and node.target in linear.SUM | linear.MEAN and 0 in _dims(node):
-            refuse(
-                node,
-                f"{called(node)} over dimension 0 of shape {tuple(_first(node).value.shape)}: whether that is the "
-                "batch cannot be told from one recording.",
-            )
         if kept or node.target in linear.VIEW:
             return Value("rows", self._moved(node))
         return self._reduced(node)
@@ -183,9 +169,7 @@ class Linearity:
 
     def _check_growth(self, node: Node, size: Callable[[Node], Any]) -> None:
         """A reduction over what does not grow as the batch does mixes samples, or is over something else."""
-        if self._sizes is None:
-            return
-        mine, other, ratio = size(node), size(self._pair(node)), self._sizes.ratio
+        mine, other, ratio = size(node), size(self._sizes.pairs[node]), self._sizes.ratio
         if mine != ratio * other:
             refuse(
                 node,
@@ -213,19 +197,12 @@ class Linearity:
         if target in linear.DIVISION and not node.kwargs.get("rounding_mode"):
             if not of_one:
                 self._refuse_divisor(node)
-            return Value("sum", self._scaled(node, raw), raw=raw)
+            return Value("sum", self._moved(node), raw=raw)
         if target in linear.PRODUCT and len(sums) == 1:
-            return Value("sum", self._scaled(node, raw), raw=raw)
+            return Value("sum", self._moved(node), raw=raw)
         if of_one and target in linear.UNARY | linear.SUM | linear.MEAN:
             return Value("sum", self._moved(node), raw=raw)
         self._refuse_nonlinear(node)
-
-    def _scaled(self, node: Node, raw: bool) -> Node:
-        """A sum times or over what is the same on all micro-batches."""
-        number = _number(node)
-        if raw and self._sizes is None and number is not None:
-            self._refuse_suspect(node, number, certain=True)
-        return self._moved(node)
 
     def _joint(self, node: Node) -> Node:
         """A sum of terms; what is the same on all micro-batches is counted once."""
@@ -252,9 +229,6 @@ class Linearity:
 
     # ---- numbers
 
-    def _pair(self, node: Node) -> Node:
-        return self._sizes.pairs[node] if self._sizes is not None else node
-
     def _moved(self, node: Node) -> Node:
         return self.draft.moved(node, *self._settled(node))
 
@@ -262,13 +236,7 @@ class Linearity:
         """The arguments, with the total in the place of a number that grows as the batch does."""
         if node.kind != "call" or node.target not in linear.ARITHMETIC:
             return node.args, node.kwargs
-        if self._sizes is None:
-            states = {self.values[source].state for source in node.inputs()}
-            for number in (*node.args, *node.kwargs.values()):
-                if _is_number(number) and ("sum" in states or (node.value.dim() == 0 and "rows" not in states)):
-                    self._refuse_suspect(node, number)
-            return node.args, node.kwargs
-        pair = self._pair(node)
+        pair = self._sizes.pairs[node]
 
         def settled(mine: Any, other: Any) -> Any:
             differ = _is_number(mine) and _is_number(other) and mine != other
@@ -279,16 +247,13 @@ class Linearity:
 
     def _grown(self, node: Node, number: float, other: float) -> Node:
         """The whole batch's value of a number that was another at another batch size."""
-        ratio = self._ratio()
+        ratio = float(self._sizes.ratio)
         if math.isclose(number, ratio * other, rel_tol=1e-9):
             return self.draft.total_tensor(self.draft.number(number, node), node)
         if number and math.isclose(number * ratio, other, rel_tol=1e-9):
             inverse = self.draft.total_tensor(self.draft.number(1 / number, node), node)
             return self.draft.call(node, torch.reciprocal, (inverse,))
         self._refuse_number(node, number, other)
-
-    def _ratio(self) -> float:
-        return float(self._sizes.ratio) if self._sizes is not None else 1.0
 
     # ---- errors
 
@@ -321,21 +286,12 @@ class Linearity:
             "micro-batch has run.",
         )
 
-    def _refuse_suspect(self, node: Node, number: float, *, certain: bool = False) -> None:
-        """Of one recording: raises where a number may have been made of the number of samples."""
-        rows = {int(x.value.shape[0]) for x in self._graph.nodes if x.kind == "input" and x.value.dim() > 0}
-        if certain or any(_may_count(number, size) for size in rows):
-            refuse(
-                node,
-                f"{called(node)} takes the number {number:g}: whether that is a constant or the number of samples "
-                "cannot be told from one recording.",
-            )
-
     def _refuse_number(self, node: Node, number: float, other: float) -> NoReturn:
+        times = float(1 / self._sizes.ratio)
         refuse(
             node,
-            f"{called(node)} takes the number {number:g}, which is {other:g} with {1 / self._ratio():g} times the "
-            "samples: neither a constant nor a count of the samples.",
+            f"{called(node)} takes the number {number:g}, which is {other:g} with {times:g} times the samples: neither "
+            "a constant nor a count of the samples.",
         )
 
 
@@ -352,22 +308,8 @@ def _first(node: Node) -> Any:
     return next(iter((*node.args, *node.kwargs.values())), None)
 
 
-def _dims(node: Node) -> list[int]:
-    """The dimensions that a sum or a mean names, from the front."""
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
-    dims = (dims,) if isinstance(dims, int) else dims or ()
-    return [dim % _first(node).value.dim() for dim in dims]
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _may_count(number: float, size: int) -> bool:
-    """Whether a number is a multiple of the size, one over a multiple, or a multiple of one over it."""
-    small = abs(number) < 1
-    candidates = (1 / number / size, number * size) if number and small else (number / size,)
-    return number != 0 and any(math.isclose(x, round(x), rel_tol=1e-9) for x in candidates)
 
 
 def _number(node: Node) -> float | None:

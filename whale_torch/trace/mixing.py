@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whale_torch.errors import TraceError
 from whale_torch.trace.graph import Node
-from whale_torch.trace.sizes import Sizes, called
+from whale_torch.trace.sizes import Sizes, called, differing_dims
 
 __all__ = ["refuse_mixing"]
 
@@ -66,7 +66,7 @@ def _count(node: Node, sizes: Sizes) -> int:
         return max((_count(source, sizes) for source in node.inputs()), default=0)
     if pair is None or not isinstance(node.value, Tensor) or node.value.dim() != pair.value.dim():
         return 0
-    return sum(a != b for a, b in zip(node.value.shape, pair.value.shape, strict=True))
+    return len(differing_dims(node.value, pair.value))
 
 
 def _works_along(node: Node, sizes: Sizes) -> bool:

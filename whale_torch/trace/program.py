@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from whale_torch.names import joined
 from whale_torch.trace.graph import Made, Node, map_nodes
 
-__all__ = ["StageProgram", "Step"]
+__all__ = ["StageProgram", "Step", "stages_of_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class StageProgram:
 
     steps: in order, with the glue that depends on inputs only and is recomputed here. receives: values from each
     earlier stage; sends: values to each later one, in the same order on both sides. results: the nest that the model
-    returns, on the last stage. draws: whether it draws random numbers. modules, parameters: dotted names that it needs.
+    returns, on the last stage. draws: whether it draws random numbers. modules: dotted names of those that it calls.
     changed: inputs and received values that a step writes into; rewritten: values that are sent or returned as they
     were before a step wrote into them.
     """
@@ -57,7 +60,6 @@ class StageProgram:
     results: Any
     draws: bool
     modules: tuple[str, ...]
-    parameters: tuple[str, ...]
     changed: frozenset[Node] = frozenset()
     rewritten: frozenset[Node] = frozenset()
 
@@ -95,3 +97,29 @@ class StageProgram:
         values.update(before)
         sent = {node: values[node] for nodes in self.sends.values() for node in nodes}
         return sent, map_nodes(self.results, values.__getitem__)
+
+
+def stages_of_tensors(model: nn.Module, programs: Iterable[StageProgram]) -> dict[str, set[int]]:
+    """The stages that use each parameter, by its first name, and each buffer, by the first name of its module."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    owners = {id(module): name for name, module in model.named_modules()}
+    first = {id(p): name for name, p in model.named_parameters()}
+
+    def named(module: nn.Module, key: str) -> str:
+        parameter = module._parameters.get(key)
+        return joined(owners[id(module)], key) if parameter is None else first[id(parameter)]
+
+    def used(program: StageProgram) -> Iterator[str]:
+        for name in program.modules:
+            for module in modules[name].modules():
+                yield from (named(module, key) for key in (*module._parameters, *module._buffers))
+        for step in program.steps:
+            if step.node.kind in ("parameter", "buffer"):
+                owner, _, key = step.node.target.rpartition(".")
+                yield named(modules[owner], key)
+
+    found: dict[str, set[int]] = {}
+    for program in programs:
+        for name in used(program):
+            found.setdefault(name, set()).add(program.index)
+    return found

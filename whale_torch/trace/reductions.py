@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from whale_torch.errors import LossError
-from whale_torch.trace.draft import exchange
-from whale_torch.trace.graph import Graph, Node
+from whale_torch.trace.graph import Graph, Node, map_nodes
 from whale_torch.trace.linearity import Linearity, refuse_lost
 from whale_torch.trace.sizes import Sizes
 
@@ -59,19 +58,18 @@ class Reductions:
 
 
 def rewrite(
-    graph: Graph, losses: Sequence[Node], *, micro_batch_loss: Literal["mean"] | None = None, other: Graph | None = None
+    graph: Graph, losses: Sequence[Node], *, other: Graph, micro_batch_loss: Literal["mean"] | None = None
 ) -> Reductions:
     """Rewrites the recorded forward of one micro-batch; `graph` stays as it is.
 
-    losses: 0-dim Nodes of the output. micro_batch_loss: "mean" takes those that are not linear as means over the rows.
-    other: the same forward recorded at another batch size: shows the batch's dimensions, and numbers that grow with it.
-    Without it only reductions to one number are taken as reductions over the batch, a loss with a number that may be
-    the number of samples raises, and numbers that meet what each sample has count as constants.
+    losses: 0-dim Nodes of the output. other: the same forward recorded at another batch size: shows the batch's
+    dimensions, and numbers that grow with it. micro_batch_loss: "mean" takes losses that are not linear as means over
+    the rows.
     Raises LossError, naming the user's line, for a loss that is not linear in sums over the batch and for a count that
     depends on activations; ValueError where the other recording has the same batch size.
     """
     try:
-        sizes = None if other is None else Sizes.of(graph, other)
+        sizes = Sizes.of(graph, other)
     except LossError:
         if micro_batch_loss is None:
             raise
@@ -86,7 +84,7 @@ def rewrite(
         same = value is not None and value.state in ("rows", "same")
         return ends.get(node) or (found.draft.now[node] if same else node)
 
-    output = exchange(graph.output, rewritten)
+    output = map_nodes(graph.output, rewritten, make=False)
     whole, counts = found.draft.finished(output, list(ends.values()))
     return Reductions(whole, tuple(Count(*count) for count in counts), tuple(results))
 

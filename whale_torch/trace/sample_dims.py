@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from whale_torch.errors import LayoutError
 from whale_torch.trace.graph import tensors_in
 
-__all__ = ["BatchDim", "Dims", "SampleDims"]
+__all__ = ["BatchDim", "Dims", "SampleDims", "micro_batch_rows"]
 
 BatchDim = int | tuple[tuple[str, int | None], ...]
 Dims = tuple[int | None, ...]
 """Of the tensors of a call, in order, the dim along which each has samples; None for those that have none."""
+
+
+def micro_batch_rows(rows: int, number: int) -> list[int]:
+    """Samples of each micro-batch: at most `number` nearly equal parts, of one sample at least."""
+    number = min(number, rows)
+    return [rows // number + (part < rows % number) for part in range(number)]
 
 
 class SampleDims:

@@ -7,21 +7,14 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
-from whale_torch.trace.graph import map_leaves
+from whale_torch.trace.graph import OF_TORCH, PLAIN, map_leaves
 
 __all__ = ["Settings", "Watch", "follow", "frozen", "hooks_of"]
 
-_OWN = frozenset(vars(nn.Module()))
-"""Attributes that torch gives every module."""
-_VALUES = (
-    *(type(None), bool, int, complex, str, bytes, type, type(Ellipsis)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _DEPTH = 4
 _ABSENT = "absent"
@@ -32,10 +25,10 @@ Read = tuple[str, str]
 
 def frozen(value: Any, depth: int = 0, *, objects: bool = True) -> Any:
     """What of a value a recording may depend on, to compare: of tensors their form. objects: also inside others."""
-    if isinstance(value, _VALUES):
-        return type(value), value
     if isinstance(value, float):
         return float, repr(value)  # equal to itself where it is no number
+    if isinstance(value, PLAIN):
+        return type(value), value
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape), value.dtype
     if isinstance(value, nn.Module) or depth > _DEPTH:
@@ -112,7 +105,7 @@ class Watch:
 
         def read(this: nn.Module, key: str) -> Any:
             value = get(this, key)
-            if key not in _OWN and not key.startswith("__") and self._in_glue():
+            if key not in OF_TORCH and not key.startswith("__") and self._in_glue():
                 self._note(this, key, value)
             return value
 
@@ -155,7 +148,7 @@ def follow(mine: nn.Module, theirs: nn.Module) -> None:
     """Gives a module's copy the plain attributes that the module has now."""
     held = mine.__dict__
     for key, value in vars(theirs).items():
-        if key in _OWN or key.startswith("_whale") or (key in held and frozen(held[key]) == frozen(value)):
+        if key in OF_TORCH or key.startswith("_whale") or (key in held and frozen(held[key]) == frozen(value)):
             continue
         if isinstance(value, Tensor) or _is_plain(value):
             held[key] = _copied(value)
@@ -169,7 +162,7 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(item, Tensor) or _is_plain(item) for item in value)
     if isinstance(value, dict):
         return all(isinstance(item, Tensor) or _is_plain(item) for item in value.values())
-    return isinstance(value, (*_VALUES, float, *_FUNCTIONS))
+    return isinstance(value, (*PLAIN, *_FUNCTIONS))
 
 
 def _copied(value: Any) -> Any:

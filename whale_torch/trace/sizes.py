@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
+from torch import Tensor
 
 from whale_torch.errors import LossError
 from whale_torch.trace.graph import Graph, Node
 
-__all__ = ["Sizes", "called", "other_number"]
+__all__ = ["Sizes", "called", "differing_dims", "other_number"]
 
 _PRIMES = (1009, 1013)
 
@@ -18,6 +19,11 @@ _PRIMES = (1009, 1013)
 def other_number(rows: int) -> int:
     """Samples of a second recording: a prime, whose multiples no shape has by chance."""
     return next(prime for prime in _PRIMES if prime != rows)
+
+
+def differing_dims(x: Tensor, y: Tensor) -> list[int]:
+    """Along which dims two tensors of as many dims differ in length."""
+    return [dim for dim, (a, b) in enumerate(zip(x.shape, y.shape, strict=True)) if a != b]
 
 
 @dataclass(frozen=True)

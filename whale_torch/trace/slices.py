@@ -9,7 +9,7 @@ from torch import Tensor
 
 from whale_torch.errors import TraceError
 from whale_torch.trace.graph import Graph, Node, leaves_in, map_nodes
-from whale_torch.trace.sizes import Sizes
+from whale_torch.trace.sizes import Sizes, differing_dims
 
 __all__ = ["Slices", "mark_slices"]
 
@@ -72,8 +72,8 @@ def _gives(node: Node, sizes: Sizes, rows: int) -> Iterator[int | None]:
 
 
 def _dim(node: Node, what: str, x: Tensor, y: Tensor, rows: int) -> int:
-    dims = [dim for dim, (a, b) in enumerate(zip(x.shape, y.shape, strict=False)) if a != b]
-    if x.dim() != y.dim() or len(dims) != 1 or x.shape[dims[0]] != rows:
+    dims = differing_dims(x, y) if x.dim() == y.dim() else []
+    if len(dims) != 1 or x.shape[dims[0]] != rows:
         raise _refused(node, f"{what} a tensor of shape {tuple(x.shape)} that has not one row for each sample")
     return dims[0]
 

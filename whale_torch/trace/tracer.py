@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
-from whale_torch.trace.graph import Graph, Node, leaves_in, memory, tensors_in
+from whale_torch.names import joined
+from whale_torch.trace.graph import Graph, Node, is_scalar, leaves_in, memory, tensors_in
 from whale_torch.trace.patching import patched
 from whale_torch.trace.randomness import foreign_random_kept, random_state_kept
 from whale_torch.trace.sample_dims import Dims
@@ -252,7 +253,7 @@ class _Recorder(TorchFunctionMode):
         draws = self.draws.seen
         self._refuse_borrowed(name, module, (args, kwargs))
         stage = kind if isinstance(kind, int) else None
-        if any(_is_loss(x) for x in tensors_in(out)):
+        if any(is_scalar(x) and x.requires_grad for x in tensors_in(out)):
             return self._open(original, module, args, kwargs, stage)
         if hides_tensors(out):
             raise TraceError(
@@ -262,8 +263,7 @@ class _Recorder(TorchFunctionMode):
             )
         now = dict(_buffers(module))
         written = [key for key, x, version in buffers if now.get(key) is not x or x._version != version]
-        prefix = f"{name}." if name else ""
-        self.values.graph.written.update(dict.fromkeys(f"{prefix}{key}" for key in written))
+        self.values.graph.written.update(dict.fromkeys(joined(name, key) for key in written))
         changed = [x for x, version in before if x._version != version]
         for x in changed:
             self.values.spoil(x)
@@ -340,10 +340,6 @@ def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
-
-
-def _is_loss(x: Tensor) -> bool:
-    return x.dim() == 0 and x.is_floating_point() and x.requires_grad
 
 
 def _name_of(func: Any) -> str:

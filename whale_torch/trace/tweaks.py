@@ -1,6 +1,6 @@
-"""What a recording needs changed on the copy of a known model, and shape rules of modules that read values.
+"""What a recording needs changed on the copy of a model whose modules hide tensors or read values.
 
-Other libraries' models register here (whale_torch/integrations); nothing is ever changed on the model itself.
+Nothing is ever changed on the model itself.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from whale_torch.trace.graph import leaves_in, map_leaves
+from whale_torch.trace.graph import OF_TORCH, leaves_in, map_leaves
 from whale_torch.trace.sample_dims import Dims
 from whale_torch.trace.settings import follow
 from whale_torch.trace.tweaks import tweak
@@ -97,5 +97,5 @@ def _computed(model: nn.Module) -> Iterator[Tensor]:
     """Tensors among the attributes of modules that are part of a graph, which torch refuses to copy."""
     for module in model.modules():
         for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
+            if key not in OF_TORCH:
                 yield from (x for x in leaves_in(value) if isinstance(x, Tensor) and x.grad_fn is not None)

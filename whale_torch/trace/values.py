@@ -13,16 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
-from whale_torch.trace.graph import Context, Graph, Made, Node, item, leaves_in, like_dict
+from whale_torch.names import joined
+from whale_torch.trace.graph import OF_TORCH, PLAIN, Context, Graph, Made, Node, item, leaves_in, like_dict
 
 __all__ = ["Values", "hides_tensors"]
 
-_OF_TORCH = frozenset(vars(nn.Module()))
 _DEEPEST = 3
-_PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 
 class Values:
@@ -80,11 +76,11 @@ class Values:
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             for part in dataclasses.fields(value):
                 self._bind_part(getattr(value, part.name), node, part.name, attribute=True)
-        elif not isinstance(value, _PLAIN):
+        elif not isinstance(value, PLAIN):
             self._nodes[id(value)] = node
 
     def _bind_part(self, value: Any, node: Node, key: Any, *, attribute: bool = False) -> None:
-        if isinstance(value, Tensor) or not isinstance(value, _PLAIN):
+        if isinstance(value, Tensor) or not isinstance(value, PLAIN):
             part = item(node, key, value, attribute=attribute)
             part.stage = node.stage
             self.graph.nodes.append(part)
@@ -94,7 +90,7 @@ class Values:
         """The nest with Nodes for tensors and for objects that Nodes gave."""
         if isinstance(value, Tensor):
             return self.node(value)
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return value
         if id(value) in self._nodes:
             return self._nodes[id(value)]
@@ -154,12 +150,11 @@ def _tensors_of(root: nn.Module) -> dict[int, tuple[Tensor, Literal["parameter",
     """Tensors that belong to modules, by id: themselves, kind, and dotted name or (name, *where in the attribute)."""
     found: dict[int, tuple[Tensor, Literal["parameter", "buffer"], Any]] = {}
     for name, module in root.named_modules():
-        prefix = f"{name}." if name else ""
         for key, value in vars(module).items():
-            if key in _OF_TORCH:
+            if key in OF_TORCH:
                 continue
             for path, x in _inside_of(value, ()):
-                found.setdefault(id(x), (x, "buffer", (prefix + key, *path) if path else prefix + key))
+                found.setdefault(id(x), (x, "buffer", (joined(name, key), *path) if path else joined(name, key)))
     found |= {id(x): (x, "buffer", name) for name, x in root.named_buffers()}
     found |= {id(x): (x, "parameter", name) for name, x in root.named_parameters()}
     return found
@@ -179,7 +174,7 @@ def _inside_of(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, .
 
 def hides_tensors(value: Any, depth: int = 0) -> bool:
     """Whether an object other than a nest has tensors among its attributes."""
-    if isinstance(value, (*_PLAIN, Tensor)) or depth > 5:
+    if isinstance(value, (*PLAIN, Tensor)) or depth > 5:
         return False
     if isinstance(value, (Set, deque, ValuesView)):
         return any(isinstance(part, Tensor) or hides_tensors(part, depth + 1) for part in value)

@@ -105,12 +105,12 @@ def recorded(model: nn.Module, batch: dict[str, Any], leaf: Leaf = owns_paramete
     return record(Twin.of(model, torch.device("cpu")), (), batch, leaf)
 
 
-def reductions_of(model: nn.Module, batch: dict[str, Any], two: bool = True, **options: Any) -> Reductions:
+def reductions_of(model: nn.Module, batch: dict[str, Any], **options: Any) -> Reductions:
     """Of a micro-batch, with a second recording of other size."""
     whole, leaf = options.pop("whole", batch), options.pop("leaf", owns_parameters)
     graph = recorded(model, batch, leaf)
     before = [(node, node.target, node.args, dict(node.kwargs)) for node in graph.nodes]
-    other = recorded(model, part_of(whole, 0, OTHER), leaf) if two else None
+    other = recorded(model, part_of(whole, 0, OTHER), leaf)
     found = rewrite(graph, scalar_nodes(graph), other=other, **options)
     assert before == [(node, node.target, node.args, dict(node.kwargs)) for node in graph.nodes]
     return found
@@ -310,11 +310,6 @@ LOSSES: dict[str, LossFunction] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_means(name):
     check(LOSSES[name], bar=1e-7 if "cast" in name else 1e-9)
-
-
-@pytest.mark.parametrize("name", ["mse", "bce", "kl batchmean", "mean", "mean of means", "none then mean", "squeezed"])
-def test_losses_from_one_recording(name):
-    check(LOSSES[name], two=False)
 
 
 # ---- hand-written
@@ -931,25 +926,6 @@ def test_the_scalar_as_it_was_and_the_rewritten_one_change_no_tensor_of_each_oth
     losses = summed(model, batch, micro_batch_loss="mean")
     shown = sum(model(**part)["shown"] * size / ROWS for part, size in zip(parts_of(batch), SIZES, strict=True))
     assert worst(model, losses, [model(**batch)["loss"], shown]) < 1e-9
-
-
-def _over_rows(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tensor:
-    return _each(h, b).sum() / len(h)
-
-
-def _over_the_batch_dimension(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tensor:
-    return h.mean(0).sum()
-
-
-def test_what_one_recording_does_not_tell_is_refused():
-    error = refusal(_over_rows, two=False)
-    assert "div() takes the number 3: whether that is a constant or the number of samples" in error.what
-    error = refusal(lambda net, h, b: F.mse_loss(h, b["t"]) * (2 / len(h)), two=False)
-    assert "mul() takes the number 0.666667" in error.what
-    error = refusal(lambda net, h, b: F.mse_loss(h, b["t"]) + torch.tensor(6.0), two=False)
-    assert "tensor() takes the number 6" in error.what
-    error = refusal(_over_the_batch_dimension, two=False)
-    assert "mean() over dimension 0 of shape (3, 3, 4)" in error.what
 
 
 def _other_calls(net: Net, h: Tensor, b: dict[str, Tensor]) -> Tensor:

@@ -145,10 +145,6 @@ class Schedule:
         """The rank that runs a stage."""
         return self._rank_of[stage]
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, ascending."""
-        return tuple(sorted({action.stage for action in self.table[rank]}))
-
     @cached_property
     def is_forward_only(self) -> bool:
         return all(action.kind == "F" for action in self.actions)

@@ -50,11 +50,11 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one stage sends to another: an activation, or the gradient of one, back."""
+    """What one stage sends to another: an activation, or the gradient of one, back (comm/messages.py carries them)."""
 
     kind: Literal["activation", "gradient"]
-    from_stage: int
-    to_stage: int
+    source: int
+    goal: int
     micro_batch: int
 
 
@@ -105,11 +105,11 @@ class Timeline:
         """
         rank_of = self.schedule.rank_of
         return tuple(
-            Message(result.kind, action.stage, to_stage, action.micro_batch)
+            Message(result.kind, action.stage, goal, action.micro_batch)
             for action in self.order
             if (result := action.result)
-            for to_stage in self._receivers(result)
-            if rank_of(to_stage) != rank_of(action.stage)
+            for goal in self._receivers(result)
+            if rank_of(goal) != rank_of(action.stage)
         )
 
     def _receivers(self, result: Result) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from whale_torch.errors import LayoutError
 from whale_torch.strategies.outputs import is_array, leaves_in
 from whale_torch.trace.graph import map_leaves, tensors_in
-from whale_torch.trace.sample_dims import Dims
+from whale_torch.trace.sample_dims import Dims, micro_batch_rows
 
 __all__ = ["MicroBatches", "micro_batches"]
 
@@ -64,13 +64,12 @@ def micro_batches(args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, numb
         raise LayoutError(
             "a pipeline was called with a batch of 0 samples.", fix="feed every pipeline one sample at least"
         )
-    number = min(number, rows)
     if all(dim is None for dim in dims):
         raise LayoutError(
             "a pipeline was called without a tensor that has samples: there is nothing to cut into micro-batches.",
             fix="pass the batch to the model, as a tensor with one row for each sample",
         )
-    return MicroBatches((args, kwargs), [rows // number + (part < rows % number) for part in range(number)], dims)
+    return MicroBatches((args, kwargs), micro_batch_rows(rows, number), dims)
 
 
 def _check_reachable(value: Any) -> None:

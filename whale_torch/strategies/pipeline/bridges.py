@@ -34,7 +34,7 @@ class Enter(torch.autograd.Function):
 class Deliver(torch.autograd.Function):
     """A loss whose gradients are known already: backward scales them by what flows in and gives them to parameters.
 
-    scale: what they were multiplied by. before: called first in backward.
+    scale: what they were multiplied by. before: called first in backward, with what flows in.
     """
 
     @staticmethod
@@ -43,7 +43,7 @@ class Deliver(torch.autograd.Function):
         loss: Tensor,
         held: Gradients,
         scale: float,
-        before: Callable[[], None],
+        before: Callable[[Tensor], None],
         anchor: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
@@ -58,7 +58,7 @@ class Deliver(torch.autograd.Function):
                 "backward ran twice through the loss of a pipeline, whose gradients were delivered by the first run.",
                 fix="add losses up and call backward once; retain_graph=True has no effect on a pipeline",
             )
-        ctx.before()
+        ctx.before(grad)
         if grad.device.type != "cpu" or float(grad) != ctx.scale:  # what another device has, nobody waits for
             factor = grad.float() / ctx.scale
             held = [None if h is None else h.mul_(factor.to(h.dtype)) for h in held]

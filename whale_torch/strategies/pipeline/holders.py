@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from whale_torch.errors import LayoutError
+from whale_torch.names import containers, joined
 from whale_torch.planning.pipelines import PipelinePlan
-from whale_torch.trace.program import StageProgram
+from whale_torch.trace.program import StageProgram, stages_of_tensors
 
 __all__ = ["Holders"]
 
@@ -26,7 +27,7 @@ class Holders:
     def __init__(
         self, model: nn.Module, plan: PipelinePlan, num_places: int, programs: Sequence[StageProgram] | None = None
     ):
-        self._plan, self._num_places = plan, num_places
+        self._model, self._plan, self._num_places = model, plan, num_places
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._owners = {id(module): name for name, module in model.named_modules()}
         self._first = {id(p): name for name, p in model.named_parameters()}
@@ -66,17 +67,14 @@ class Holders:
         for module_name, module in self._modules.items():
             if self._owners[id(module)] == module_name:
                 for key, buffer in module._buffers.items():
-                    name = _full(module_name, key)
+                    name = joined(module_name, key)
                     if buffer is not None and name in self.stages:
                         yield name, module, key
 
     def source_of(self, name: str) -> int:
         """The place whose values of a tensor count: of a buffer the first that runs its module."""
         places = self.places_of(name)
-        module = name.rpartition(".")[0]
-        while module not in self._runs and module:
-            module = module.rpartition(".")[0]
-        runs = self._plan.place_of(self._runs.get(module, 0))
+        runs = self._plan.place_of(next((self._runs[outer] for outer in containers(name) if outer in self._runs), 0))
         return runs if runs in places and name not in self._first.values() else places[0]
 
     def check(self, programs: Sequence[StageProgram], written: Sequence[str]) -> None:
@@ -95,7 +93,7 @@ class Holders:
             names = [step.node.target for step in program.steps if step.node.kind == "buffer" and not step.node.args]
             for name in program.modules:
                 inside = self._modules[name].named_modules(prefix=name, remove_duplicate=False)
-                names += [_full(member, key) for member, module in inside for key in module._buffers]
+                names += [joined(member, key) for member, module in inside for key in module._buffers]
             for name in names:
                 if name in self._tensors:
                     users.setdefault(self._tensors[name], set()).add(program.index)
@@ -140,27 +138,8 @@ class Holders:
 
     def _used(self, programs: Sequence[StageProgram]) -> Stages:
         """The stages that use each parameter, and each buffer inside a stage."""
-        found: Stages = {name: set() for name in (*self._first.values(), *self._buffers())}
-        for program in programs:
-            for name in self._names_of(program):
-                if name in found:
-                    found[name].add(program.index)
-        return found
-
-    def _names_of(self, program: StageProgram) -> Iterator[str]:
-        for name in program.modules:
-            for module in self._modules[name].modules():
-                yield from (self._first[id(p)] for p in module._parameters.values() if p is not None)
-                yield from (_full(self._owners[id(module)], key) for key in module._buffers)
-        for step in program.steps:
-            if step.node.kind in ("parameter", "buffer"):
-                owner, _, key = step.node.target.rpartition(".")
-                module = self._modules[owner]
-                parameter = module._parameters.get(key)
-                if parameter is not None:
-                    yield self._first[id(parameter)]
-                else:
-                    yield _full(self._owners[id(module)], key)
+        used = stages_of_tensors(self._model, programs)
+        return {name: used.get(name, set()) for name in (*self._first.values(), *self._buffers())}
 
     def _buffers(self) -> Stages:
         """Every buffer inside a stage and the stages that it belongs to, by the names of its module."""
@@ -169,7 +148,7 @@ class Holders:
             stage = self._plan.stage_of(name)
             for key, buffer in module._buffers.items():
                 if buffer is not None and stage is not None:
-                    found.setdefault(_full(self._owners[id(module)], key), set()).add(stage)
+                    found.setdefault(joined(self._owners[id(module)], key), set()).add(stage)
         return found
 
 
@@ -178,11 +157,7 @@ def _other_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tens
     for name, module in modules.items():
         for key, x in {**vars(module), **module._buffers}.items():
             if isinstance(x, Tensor):
-                yield _full(name, key), x
-
-
-def _full(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
+                yield joined(name, key), x
 
 
 def _named(stages: set[int]) -> str:

@@ -1,4 +1,6 @@
-"""What a pipelined model returns in training: scalars, and placeholders that say why they are none."""
+"""What a pipelined model returns: numbers, of which each micro-batch gives a part, and in training placeholders for the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from whale_torch.errors import LayoutError, LossError, TraceError
-from whale_torch.trace.graph import Graph, Made, Node, like_dict, nodes_in
+from whale_torch.trace.graph import Graph, Made, Node, is_scalar, like_dict, map_nodes
 
 __all__ = ["Placeholder", "losses_of", "numbers_of", "numbers_that_grow", "training_results"]
 
@@ -49,7 +51,7 @@ def losses_of(graph: Graph) -> tuple[Node | None, list[Node]]:
     The loss is the field or key `loss` of what the model returns, else its only differentiable scalar.
     Raises LossError where several could be it.
     """
-    scalars = list(dict.fromkeys(node for node in nodes_in(graph.output) if _is_scalar(node)))
+    scalars = graph.scalars
     candidates = [node for node in scalars if node.value.requires_grad]
     if not candidates:
         return None, scalars
@@ -67,28 +69,17 @@ def losses_of(graph: Graph) -> tuple[Node | None, list[Node]]:
 
 def numbers_of(graph: Graph) -> list[Node]:
     """The numbers that a model returns, of which each micro-batch gives a part."""
-    nodes = dict.fromkeys(nodes_in(graph.output))
-    return [node for node in nodes if isinstance(node.value, Tensor) and node.value.dim() == 0]
+    return [node for node in graph.returned if isinstance(node.value, Tensor) and node.value.dim() == 0]
 
 
 def training_results(output: Any) -> Any:
     """The nest that a model returns, with Nodes for its scalars and placeholders for its other tensors."""
-    if isinstance(output, Node):
-        if not isinstance(output.value, Tensor) or _is_scalar(output):
-            return output
-        return Placeholder(tuple(output.value.shape))
-    if isinstance(output, Made):
-        return Made(output.cls, {name: training_results(value) for name, value in output.fields.items()})
-    if isinstance(output, (tuple, list)):
-        items = [training_results(value) for value in output]
-        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-    if isinstance(output, dict):
-        return like_dict(output, {key: training_results(value) for key, value in output.items()})
-    return output
 
+    def told(node: Node) -> Any:
+        kept = is_scalar(node.value) or not isinstance(node.value, Tensor)
+        return node if kept else Placeholder(tuple(node.value.shape))
 
-def _is_scalar(node: Node) -> bool:
-    return isinstance(node.value, Tensor) and node.value.dim() == 0 and node.value.is_floating_point()
+    return map_nodes(output, told, make=False)
 
 
 def _named_loss(output: Any) -> Node | None:
@@ -97,11 +88,11 @@ def _named_loss(output: Any) -> Node | None:
     return found if isinstance(found, Node) else None
 
 
-def numbers_that_grow(graph: Graph, other: Graph, rows: int) -> tuple[Any, dict[Node, Fraction]]:
+def numbers_that_grow(output: Any, other: Any, rows: int, other_rows: int) -> tuple[Any, dict[Node, Fraction]]:
     """What the model returns, with a Node for each Python number that counts samples, and how many it is for each.
 
-    other: a recording at another number of samples. rows: samples of the first. Raises TraceError for a number that is
-    neither a constant nor so many for each sample.
+    output, other: of recordings of so many rows. Raises TraceError for a number that is neither a constant nor so many
+    for each sample.
     """
     found: dict[Node, Fraction] = {}
 
@@ -121,20 +112,11 @@ def numbers_that_grow(graph: Graph, other: Graph, rows: int) -> tuple[Any, dict[
             return mine
         number = Node("constant", mine, value=mine)
         found[number] = Fraction(mine) / rows
-        if found[number] * _rows_of(other, graph, rows) != Fraction(theirs):
+        if found[number] * other_rows != Fraction(theirs):
             raise TraceError(
                 f"the model returns the number {mine:g} for {rows} samples, which is not so many for each of them.",
                 fix="return tensors, or numbers that do not depend on how many samples there are",
             )
         return number
 
-    return walk(graph.output, other.output), found
-
-
-def _rows_of(other: Graph, graph: Graph, rows: int) -> Fraction:
-    """Samples of another recording."""
-    pairs = zip(graph.nodes, other.nodes, strict=False)
-    shapes = ((a.value.shape, b.value.shape) for a, b in pairs if a.kind == b.kind == "input")
-    return next(
-        (Fraction(y, x) * rows for a, b in shapes for x, y in zip(a, b, strict=False) if x != y), Fraction(rows)
-    )
+    return walk(output, other), found

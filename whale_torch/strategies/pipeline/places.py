@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +15,18 @@ from whale_torch.comm.cut_tensor import AbsentParameter, CutTensor, without_memo
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place
+from whale_torch.comm.sparse_reducer import SparseReducer
 from whale_torch.errors import CommError, LayoutError
 from whale_torch.mesh import Group, Mesh
+from whale_torch.planning.gradients import DEFAULT_BUCKET_BYTES, DEFAULT_MAX_IN_FLIGHT
 from whale_torch.planning.plan import Plan, Reduce
 from whale_torch.strategies.kept import Kept
 from whale_torch.strategies.pipeline.holders import Holders
 from whale_torch.strategies.pipeline.stand_ins import StandIns
+from whale_torch.strategies.replica import group_of_copies, sparse_parameters
 from whale_torch.strategies.state_hooks import note_pipelined
 
 __all__ = ["Places", "StageReducer", "averaging"]
-
-_SIZES_OF_TIES = 4 << 20, 8  # bytes of a bucket, and buckets at a time
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,19 @@ class StageReducer:
     times: how many places of the pipeline give a part of each gradient.
     """
 
-    reducer: Reducer
+    reducer: Reducer | SparseReducer
     parameters: tuple[nn.Parameter, ...]
     times: int
+
+
+class _Kind(NamedTuple):
+    """Of gradients that are averaged together: their dtype, and whether embeddings make them sparse."""
+
+    dtype: torch.dtype
+    sparse: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{' sparse' if self.sparse else ''}"
 
 
 @contextlib.contextmanager
@@ -85,6 +96,7 @@ class Places:
         for module in model.modules():
             for key, parameter in module._parameters.items():
                 self._owners[id(parameter)].append((module, key))
+        self._sparse = sparse_parameters(model)
         self.ties: dict[tuple[int, ...], Group] = {}
         for name in [*self._parameters, *(name for name, _, _ in holders.buffers())]:
             places = holders.places_of(name)
@@ -122,7 +134,7 @@ class Places:
                 self._note_parameter(name, parameter)
         for name, module, key in list(self.holders.buffers()):
             if names is None or name in names:
-                self._note_pipelined(name, module, key)
+                self._note_buffer(name, module, key)
 
     def _note_parameter(self, name: str, parameter: nn.Parameter) -> None:
         before = place_of(parameter)
@@ -144,7 +156,7 @@ class Places:
         if not place.held:
             AbsentParameter.make(parameter, place, self._mesh.device)
 
-    def _note_pipelined(self, name: str, module: nn.Module, key: str) -> None:
+    def _note_buffer(self, name: str, module: nn.Module, key: str) -> None:
         place = ParameterPlace(
             name,
             self.copies_of(name),
@@ -168,58 +180,41 @@ class Places:
                 module.register_forward_pre_hook(_refusal(name, self._site))
 
     def reducers(self, stand_ins: StandIns) -> list[StageReducer]:
-        """One reducer for every group of this rank's gradients that are averaged together, of one dtype."""
+        """One reducer for every group of this rank's gradients that are averaged together, of one kind."""
         found: list[StageReducer] = []
-        for number, reduce in enumerate(self._plan.reduces):
+        for number, reduce in enumerate(self._plan.reduces or (self._of_one_pipeline(),)):
             for places in ((), *self.ties):
-                for dtype, names in self._by_dtype(reduce.parameters, places):
-                    group = self._group(reduce, number, places, dtype)
-                    wire = getattr(torch, reduce.wire) if reduce.wire else dtype.to_real()
-                    sizes = reduce.bucket_bytes, reduce.max_in_flight
-                    found += self._reducer(group, wire, names, stand_ins, len(places) or 1, sizes)
-        for places in self.ties if not self._plan.reduces else ():  # one pipeline: only what is tied
-            for dtype, names in self._by_dtype(self._parameters, places):
-                tie = self._tie(places, f"gradients {places} {dtype}")
-                found += self._reducer(tie, dtype.to_real(), names, stand_ins, len(places), _SIZES_OF_TIES)
+                for kind, parameters in self._by_kind(reduce.parameters, places):
+                    channel = f"gradients {number} {places} {kind}"
+                    group = self._tie(places, channel) if places else self._copies(reduce, kind, channel)
+                    aliases = [stand_ins.of(p) for p in parameters if p.requires_grad and self._is_ours(p)]
+                    if aliases and group.size > 1:
+                        reducer = _reducer(reduce, kind, aliases, group)
+                        found.append(StageReducer(reducer, tuple(aliases), len(places) or 1))
         return found
 
-    def _by_dtype(
-        self, names: Iterable[str], places: tuple[int, ...]
-    ) -> Iterator[tuple[torch.dtype, list[nn.Parameter]]]:
-        """Parameters that these places hold, any one where there are none, by dtype; in one order on all ranks."""
-        found: dict[torch.dtype, list[nn.Parameter]] = {}
+    def _of_one_pipeline(self) -> Reduce:
+        """What is averaged where nobody else runs the same stages: parameters of several places."""
+        names = tuple(self._parameters)
+        return Reduce("replica", None, "flat", DEFAULT_BUCKET_BYTES, DEFAULT_MAX_IN_FLIGHT, names)
+
+    def _by_kind(self, names: Iterable[str], places: tuple[int, ...]) -> Iterator[tuple[_Kind, list[nn.Parameter]]]:
+        """Parameters that these places hold, any one where there are none, by kind; in one order on all ranks."""
+        found: dict[_Kind, list[nn.Parameter]] = {}
         for name in names:
-            held_by = self.holders.places_of(name)
+            held_by, parameter = self.holders.places_of(name), self._parameters[name]
             if held_by == places or (not places and len(held_by) == 1):
-                found.setdefault(self._parameters[name].dtype, []).append(self._parameters[name])
+                kind = _Kind(parameter.dtype, id(parameter) in self._sparse)
+                found.setdefault(kind, []).append(parameter)
         yield from found.items()
 
-    def _group(self, reduce: Reduce, number: int, places: tuple[int, ...], dtype: torch.dtype) -> Group:
-        channel = f"gradients {number} {places} {dtype}"
-        if places:
-            return self._tie(places, channel)
-        join = self._mesh.two_levels if reduce.algorithm == "hierarchical" else self._mesh.group
-        return join(f"copies of {reduce.device}", self._plan.device(reduce.device).copies, channel=channel)
+    def _copies(self, reduce: Reduce, kind: _Kind, channel: str) -> Group:
+        flat = replace(reduce, algorithm="flat") if kind.sparse else reduce
+        return group_of_copies(flat, self._plan, self._mesh, channel)
 
-    def _reducer(
-        self,
-        group: Group,
-        wire: torch.dtype,
-        parameters: list[nn.Parameter],
-        stand_ins: StandIns,
-        times: int,
-        sizes: tuple[int, int],
-    ) -> list[StageReducer]:
-        """That of the parameters which are trained here; none where there are none, or nobody else holds them."""
-        held = self.held()
-        mine = [p for p in parameters if p.requires_grad and held.get(_name(p)) is p]
-        if not mine or group.size == 1:
-            return []
-        aliases = [stand_ins.of(p) for p in mine]
-        reduction = Reduction(group, wire, levels=group.levels)
-        bucket_bytes, max_in_flight = sizes
-        reducer = Reducer(aliases, reduction, bucket_bytes=bucket_bytes, max_in_flight=max_in_flight, hooked=False)
-        return [StageReducer(reducer, tuple(aliases), times)]
+    def _is_ours(self, parameter: nn.Parameter) -> bool:
+        place = place_of(parameter)
+        return place is not None and place.held
 
     def _tie(self, places: tuple[int, ...], channel: str) -> Group:
         """The ranks at these places of all pipelines; every other rank is alone."""
@@ -242,7 +237,9 @@ def _refusal(name: str, site: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _name(parameter: nn.Parameter) -> str:
-    place = place_of(parameter)
-    assert place is not None
-    return place.name
+def _reducer(reduce: Reduce, kind: _Kind, aliases: list[nn.Parameter], group: Group) -> Reducer | SparseReducer:
+    if kind.sparse:
+        return SparseReducer(aliases, group, hooked=False)
+    reduction = Reduction(group, reduce.wire_dtype(kind.dtype.to_real()), levels=group.levels)
+    bucket_bytes, max_in_flight = reduce.bucket_bytes, reduce.max_in_flight
+    return Reducer(aliases, reduction, bucket_bytes=bucket_bytes, max_in_flight=max_in_flight, hooked=False)

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.comm.cut_tensor import kinds_of
-from whale_torch.errors import LossError, TraceError, WhaleError
+from whale_torch.errors import LossError, TraceError, WhaleError, first_line
 from whale_torch.planning.pipelines import leaf_of
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.slices import SlicedModules
 from whale_torch.strategies.pipeline.batches import MicroBatches, micro_batches
 from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, numbers_that_grow, training_results
 from whale_torch.trace.cut import cut
-from whale_torch.trace.graph import Context, Graph, Node, nodes_in
+from whale_torch.trace.graph import Context, Graph, Node
 from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Combine, Count, rewrite
 from whale_torch.trace.sample_dims import Dims, SampleDims
 from whale_torch.trace.settings import Settings, frozen, hooks_of
-from whale_torch.trace.sizes import Sizes, other_number
+from whale_torch.trace.sizes import Sizes, differing_dims, other_number
 from whale_torch.trace.slices import mark_slices
 from whale_torch.trace.tracer import record
 from whale_torch.trace.twin import Twin
@@ -123,10 +123,16 @@ class Programs:
         dims: along which the tensors have a row for each sample.
         """
         key = mode, rows, dims, self._key(args, kwargs)
-        found = self._known[key] = self._known.pop(key, [])  # the last one used comes last
-        for settings, program in found:
-            if settings.hold():
-                return program
+        found = next((program for settings, program in self._known.get(key, ()) if settings.hold()), None)
+        made = [] if found else [self._record(args, kwargs, rows, mode, dims)]
+        self._known[key] = [*self._known.pop(key, ()), *made]  # the last one used comes last
+        self._forget()
+        return found or made[0][1]
+
+    def _record(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, mode: Mode, dims: Dims
+    ) -> tuple[Settings, Program]:
+        """A new program, and the settings that it holds for."""
         self._twin.follow(self._model)
         graph = record(self._twin, args, kwargs, self._leaf)
         other = self._other(args, kwargs, rows, dims)
@@ -134,9 +140,7 @@ class Programs:
         program = self._make(graph, other, mode, rows)
         opened = dict.fromkeys((*graph.opened, *other.opened))
         self._check_hooks(opened)
-        found.append((Settings(self._named, dict.fromkeys((*graph.reads, *other.reads)), opened), program))
-        self._forget()
-        return program
+        return Settings(self._named, dict.fromkeys((*graph.reads, *other.reads)), opened), program
 
     def _other(self, args: Any, kwargs: Any, rows: int, dims: Dims) -> Graph:
         """A recording at another batch size."""
@@ -146,9 +150,8 @@ class Programs:
         except WhaleError:
             raise
         except Exception as error:  # the model is the user's
-            reason = next(iter(str(error).strip().splitlines()), "no message")
             raise TraceError(
-                f"the forward runs on {rows} samples and fails on {other}: {type(error).__name__}: {reason}",
+                f"the forward runs on {rows} samples and fails on {other}: {type(error).__name__}: {first_line(error)}",
                 where=self._plan.site,
                 fix="a pipeline records it at two numbers of samples to see what mixes them: let it take any number, "
                 f"put what needs one into a module of a stage, or, {_NO_SAMPLES}",
@@ -180,7 +183,7 @@ class Programs:
         how: Any = self._plan.micro_batch_loss or ("mean" if self._plan.mixing == "accept" else None)
         if mode == "outputs" and any(node.value.requires_grad for node in scalars):
             return self._whole(graph)  # a loss in eval(), from which backward may start
-        output, numbers = numbers_that_grow(graph, other, rows)
+        output, numbers = numbers_that_grow(graph.output, other.output, rows, other_number(rows))
         try:
             rewritten = rewrite(graph, scalars, micro_batch_loss=how, other=other)
         except LossError:
@@ -188,7 +191,7 @@ class Programs:
                 raise
             return self._whole(graph)
         losses = dict(zip(scalars, rewritten.losses, strict=True))
-        returned = scalars if mode == "train" else list(dict.fromkeys(nodes_in(graph.output)))
+        returned = scalars if mode == "train" else graph.returned
         given = [losses[node].node if node in losses else node for node in returned]
         # An accepted mean of micro-batches' losses accepts what they are made of.
         kept = [given[i] for i, node in enumerate(returned) if how is None or node not in losses]
@@ -214,7 +217,7 @@ class Programs:
         )
 
     def _whole(self, graph: Graph) -> Program:
-        outputs = tuple(dict.fromkeys(nodes_in(graph.output)))
+        outputs = tuple(graph.returned)
         stages = cut(graph, outputs, self._plan.num_stages)
         return Program("outputs", stages, graph.output, outputs, whole=True, written=tuple(graph.written))
 
@@ -231,9 +234,8 @@ def _cut_from(whole: int, rows: int, site: str) -> Iterator[None]:
     except RuntimeError as error:
         if rows == whole or isinstance(error, WhaleError):
             raise
-        reason = next(iter(str(error).strip().splitlines()), "no message")
         raise TraceError(
-            f"the forward fails on a micro-batch of {rows} samples of {whole}: {reason}",
+            f"the forward fails on a micro-batch of {rows} samples of {whole}: {first_line(error)}",
             where=site,
             fix=f"let it take any number of samples, or, {_NO_SAMPLES}",
         ) from error
@@ -272,7 +274,7 @@ def _dims_of(graph: Graph, other: Graph, returned: list[Node | None], rows: int)
         pair = sizes.pairs[node].value
         if node.value.dim() != pair.dim():
             return None
-        dims = [dim for dim, (a, b) in enumerate(zip(node.value.shape, pair.shape, strict=True)) if a != b]
+        dims = differing_dims(node.value, pair)
         if len(dims) == 1 and node.value.shape[dims[0]] == rows:
             found[place] = dims[0]
         elif dims or any(source.kind == "input" and sizes.differ(source) for source in graph.needed([node])):
@@ -282,4 +284,4 @@ def _dims_of(graph: Graph, other: Graph, returned: list[Node | None], rows: int)
 
 def _count_program(count: Count) -> StageProgram:
     steps = tuple(Step.of(node, ()) for node in count.nodes)
-    return StageProgram(0, steps, {}, {}, count.result, False, (), ())
+    return StageProgram(0, steps, {}, {}, count.result, False, ())

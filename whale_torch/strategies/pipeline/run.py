@@ -87,7 +87,7 @@ class Run:
         loss = self.program.loss
         assert loss is not None
         scalars[loss] = Deliver.apply(  # type: ignore[no-untyped-call]
-            scalars[loss], held, self._scale, self._before_backward, self.runtime.anchor, *self.runtime.trained()
+            scalars[loss], held, self._scale, self._before_delivery, self.runtime.anchor, *self.runtime.trained()
         )
         return self._given(scalars)
 
@@ -205,6 +205,11 @@ class Run:
     def _averaging(self) -> contextlib.AbstractContextManager[None]:
         return averaging(self.runtime.reducers) if self._sync else contextlib.nullcontext()
 
+    def _before_delivery(self, grad: Tensor) -> None:
+        if self.runtime.mesh.world > 1:
+            self.runtime.factors.note(grad)
+        self._before_backward()
+
     def _before_backward(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self.runtime.note_gradients)
         if self._sync:
@@ -256,5 +261,5 @@ def _ordered(
         schedule = schedule.forwards_first()
     flows = dict(edges)
     order = simulate(schedule, edges=flows).message_order
-    kept = (m for m in order if m.kind == "activation" or flows[m.to_stage, m.from_stage])
+    kept = (m for m in order if m.kind == "activation" or flows[m.goal, m.source])
     return schedule, tuple(Message(*m) for m in kept)

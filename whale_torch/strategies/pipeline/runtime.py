@@ -18,13 +18,14 @@ from whale_torch.comm.collectives import gather_equal
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of
 from whale_torch.comm.scale import Witness
-from whale_torch.errors import CommError, LayoutError, PlanError
+from whale_torch.errors import CommError, LayoutError, PlanError, first_line
 from whale_torch.mesh import Group, Mesh
 from whale_torch.planning.plan import Plan
 from whale_torch.planning.recording import check_busy
 from whale_torch.planning.slices import SlicedModules
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.members import Members
+from whale_torch.strategies.pipeline.factors import Factors
 from whale_torch.strategies.pipeline.holders import Holders
 from whale_torch.strategies.pipeline.places import Places, StageReducer, averaging
 from whale_torch.strategies.pipeline.programs import Mode, Program, Programs
@@ -101,6 +102,7 @@ class PipelineRuntime(Runtime):
         self.users: list[tuple[nn.Parameter, set[int]]] = []
         self._whole_model: Callable[..., Any] = model
         self._witness: Witness | None = None
+        self.factors = Factors()
         self.broken = ""  # the error that ended a step in the middle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiedRuntime:
@@ -147,7 +149,7 @@ class PipelineRuntime(Runtime):
             yield
         except BaseException as error:
             if self.pipeline.size > 1:
-                self.broken = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+                self.broken = f"{type(error).__name__}: {first_line(error)}"
             raise
 
     def modules(self) -> Iterable[nn.Module]:
@@ -207,8 +209,7 @@ class PipelineRuntime(Runtime):
             self._trains = True
         if self._places is None:
             holders = Holders(model, self.plan.pipeline, self.pipeline.size, programs[0].stages)
-            self.let_go(model, Places(model, self.plan, self.mesh, holders))
-            self._take_up()
+            self.hold(model, Places(model, self.plan, self.mesh, holders))
         elif self._places.holders.by_names and not self._checked:
             self._places.holders.confirm(programs[0].stages)
             self._take_up()
@@ -218,15 +219,16 @@ class PipelineRuntime(Runtime):
                 self._places.holders.check(program.stages, program.written)
                 self._checked.add(program)
 
-    def let_go(self, model: nn.Module, places: Places) -> None:
-        """Goes by what lies where from here on: other ranks' values are let go."""
+    def hold(self, model: nn.Module, places: Places) -> None:
+        """Goes by what lies where from here on: other ranks' values are let go, and what stays moves to the device.
+
+        What follows from where parameters lie waits for the first call where only names say it.
+        """
         self._places = places
         places.note()
         places.refuse_calls()
         attach_state_hooks(model)
-
-    def take_up(self, places: Places) -> None:
-        """Makes what follows from where parameters lie; what names alone say waits for the first call."""
+        model.to(self.mesh.device)
         if not places.holders.by_names:
             self._take_up()
 
@@ -282,11 +284,12 @@ class PipelineRuntime(Runtime):
         Both as means over replicas where gradients are, else of this pipeline alone; counts of numbers that no backward
         starts at are always this pipeline's. program: a hash of what the stages do. Raises LayoutError, on every rank,
         where the ranks of one pipeline were fed different batches or recorded different forwards, CommError where ranks
-        train different parameters, or multiplied their gradients by different numbers.
+        train different parameters, or multiplied their losses or gradients by different numbers.
         """
         code = self._trained_code.code if grad else 0
         seen = self._witness.take() if grad and self._witness is not None else 0
-        told = torch.tensor([batch.digest, batch.rows, len(counts), code, program, seen, len(rows)])
+        factors = self.factors.take() if grad else 0
+        told = torch.tensor([batch.digest, batch.rows, len(counts), code, program, seen, factors, len(rows)])
         group = self.mesh.everyone() if grad or self._meets else self.pipeline
         if group.size > 1:
             self._check_fed(group, gather_equal(told, group, name="what a pipeline is fed").tolist())
@@ -317,15 +320,16 @@ class PipelineRuntime(Runtime):
                 )
         if self._witness is not None:
             self._witness.check([row[5] for row in rows])
+        Factors.check([row[6] for row in rows], group.ranks)
         if any(row[2] != rows[0][2] for row in rows):
             raise LayoutError(
                 f"the pipelines count {sorted({row[2] - 1 for row in rows})} terms of the loss.",
                 fix="call the model in one way on all replicas",
             )
-        if self._meets and any(row[6] != rows[0][6] for row in rows):
+        if self._meets and any(row[7] != rows[0][7] for row in rows):
             raise LayoutError(
                 f"pipelines with layers of experts cut their batches of {[row[1] for row in rows]} samples into "
-                f"{[row[6] for row in rows]} micro-batches: ranks exchange tokens micro-batch by micro-batch.",
+                f"{[row[7] for row in rows]} micro-batches: ranks exchange tokens micro-batch by micro-batch.",
                 fix="feed every pipeline as many samples as there are micro-batches, or more, and call it as often",
             )
         odd = next((rank for rank in group.ranks if table[rank][3] != rows[0][3]), None)

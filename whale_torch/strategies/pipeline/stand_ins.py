@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from whale_torch.comm.registry import place_of
+from whale_torch.comm.registry import place_of, set_place
 from whale_torch.errors import LossError
 
 __all__ = ["StandIns"]
@@ -29,7 +29,7 @@ class StandIns:
 
     def __init__(self, modules: list[nn.Module], parameters: list[nn.Parameter]):
         self.parameters = parameters
-        self._of = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in parameters}
+        self._of = {id(p): _stand_in(p) for p in parameters}
         members = dict.fromkeys(member for module in modules for member in module.modules())
         self._places = [
             (member, name, parameter)
@@ -99,6 +99,14 @@ class StandIns:
             alias.requires_grad_(parameter.requires_grad)
         if alias.data_ptr() != parameter.data_ptr() or alias.dtype is not parameter.dtype:
             alias.data = parameter.data
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """One of the same memory; errors call it by the parameter's name."""
+    alias, place = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad), place_of(parameter)
+    if place is not None:
+        set_place(alias, place)
+    return alias
 
 
 def _seen(grad: Tensor | None) -> Seen:
