@@ -3,6 +3,7 @@
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
 from whale_torch.moe.layer import Load, MoELayer, aux_loss
+from whale_torch.moe.pseudo import delink, load_shared, share, unshared
 from whale_torch.moe.routing import Routing
 
 __all__ = [
@@ -18,4 +19,8 @@ __all__ = [
     "Stacked",
     "TopK",
     "aux_loss",
+    "delink",
+    "load_shared",
+    "share",
+    "unshared",
 ]
