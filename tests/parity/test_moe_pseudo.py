@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import whale_torch as wh
+from tests.parity.metric import relative_error
+from tests.parity.split_case import gradients_of
+from tests.world import world
 from whale_torch import moe
-from whale_torch.errors import CheckpointError, PlanError
+from whale_torch.errors import CheckpointError, PlanError, WhaleError
 
 DIM, LAYERS = 8, 3
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -324,3 +328,245 @@ def test_fewer_layers_than_there_are() -> None:
     _refused("layer 0 .Block. is no member of this Net", lambda: moe.unshared({}, real, few.layers))
     with pytest.raises(RuntimeError, match=r"Missing key.*layers.2.mix.weight"):
         moe.load_shared(real, {}, real.layers)
+
+
+# ---- on ranks ----
+
+BAR = 1e-9
+SPLITS: dict[str, dict[str, Any] | None] = {
+    "replica": None,
+    "all": {},
+    "pairs": {"size": 2},
+    "shared": {"size": 2, "rows": "shared"},
+}
+
+
+class Cut(nn.Module):
+    """A layer with whole weights, a pair of cut linears and cut experts."""
+
+    def __init__(self, split: dict[str, Any] | None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        with wh.replica() if split is None else wh.split(**split):
+            self.mix = nn.Sequential(nn.Linear(DIM, 12), nn.Tanh(), nn.Linear(12, DIM))
+            self.ffn = moe.MoELayer(DIM, num_experts=5, top_k=2, hidden=6, aux_loss_coef=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.mix(self.norm(x))
+        out: Tensor = h + self.ffn(h)
+        return out
+
+
+class Tower(Net):
+    def __init__(self, split: dict[str, Any] | None, layers: int = LAYERS, repeat: int = 1) -> None:
+        super().__init__(0, repeat)
+        self.layers = nn.ModuleList(Cut(split) for _ in range(layers))
+        self.double()
+
+
+def _compared(
+    model: nn.Module, alone: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int, seed: int
+) -> list[float]:
+    """Errors of gradients and of parameters of a few steps, beside one process."""
+    draw = torch.Generator().manual_seed(seed)
+    index, feeds = wh.data_rank(model)
+    errors = []
+    for _ in range(steps):
+        x = torch.randn(4 * feeds, 5, generator=draw, dtype=torch.float64)
+        y = torch.randint(7, (4 * feeds,), generator=draw)
+        here = slice(4 * index, 4 * index + 4)
+        for m, optimizer, part in ((model, optimizers[0], here), (alone, optimizers[1], slice(None))):
+            optimizer.zero_grad()
+            F.cross_entropy(m(x[part]), y[part]).backward()
+        found, expected = gradients_of(model), gradients_of(alone)
+        errors.append(relative_error({name: found[name] for name in expected}, expected))
+        norms = wh.clip_grad_norm_(model, 0.1), nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        errors.append(abs(float(norms[0] / norms[1]) - 1))
+        for optimizer in optimizers:
+            optimizer.step()
+    state, expected = wh.full_state_dict(model), alone.state_dict()
+    errors.append(relative_error({name: state[name] for name in expected}, expected))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    return errors
+
+
+def _pseudo_then_real(rank: int, n: int, layout: str, kind: str) -> list[float]:
+    torch.manual_seed(0)
+    model, alone = Tower(SPLITS[layout]), Tower(None, layers=1, repeat=LAYERS)
+    moe.share(model.layers)
+    alone.load_state_dict(model.state_dict(), strict=False)
+    wh.parallelize(model)
+    optimizers = [OPTIMIZERS[kind](m.parameters()) for m in (model, alone)]
+    errors = _compared(model, alone, optimizers, 2, 1)
+    torch.manual_seed(0)
+    real = Tower(SPLITS[layout])
+    assert {p.shape for p in real.parameters()} >= {p.shape for p in alone.parameters()}
+    by_hand = OPTIMIZERS[kind](real.parameters())
+    for name, p in real.named_parameters():
+        key = name.replace(f"layers.{name.split('.')[1]}.", "layers.0.") if name.startswith("layers.") else name
+        by = LAYERS if name.startswith("layers.") else 1
+        p.data.copy_(alone.get_parameter(key))
+        powers = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2, "momentum_buffer": 1, "step": 0}
+        known = optimizers[1].state[alone.get_parameter(key)]
+        if known:
+            by_hand.state[p] = {k: None if v is None else v / by ** powers[k] for k, v in known.items()}
+    x = torch.randn(4, 5, dtype=torch.float64)
+    model.eval()
+    before = model(x)
+    moe.delink(model.layers, optimizers[0])
+    assert torch.equal(model(x), before)
+    model.train()
+    assert len({p.data_ptr() for p in model.parameters() if p.numel()}) == sum(
+        p.numel() > 0 for p in model.parameters()
+    )
+    made = wh.plan(model)
+    assert made == wh.plan(real, cluster=made.cluster)
+    return errors + _compared(model, real, [optimizers[0], by_hand], 3, 2)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("layout", SPLITS)
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.matrix(keep=3)
+def test_on_ranks_pseudo_then_real_is_one_process(n: int, layout: str, kind: str) -> None:
+    if n == 1 and layout in ("pairs", "shared"):
+        n = 2
+    for errors in world(n, _pseudo_then_real, layout, kind):
+        assert max(errors) < BAR, errors
+
+
+def _loaded(rank: int, n: int) -> bool:
+    """A pseudo checkpoint of other ranks into a model built on meta, and into one that runs."""
+    torch.manual_seed(0)
+    pseudo = Tower({})
+    moe.share(pseudo.layers)
+    saved = {name: pseudo.state_dict()[name] for name, _ in pseudo.named_parameters()}
+    with torch.device("meta"):
+        real = Tower({})
+    wh.parallelize(real, weights=moe.unshared(saved, real, real.layers))
+    _equal(wh.full_state_dict(real), pseudo.state_dict())
+    for p in real.parameters():
+        p.data.zero_()
+    moe.load_shared(real, saved, real.layers)
+    _equal(wh.full_state_dict(real), pseudo.state_dict())
+    with torch.device("meta"):
+        shared = Tower({})
+    moe.share(shared.layers)
+    wh.parallelize(shared, weights=saved)
+    _equal(wh.full_state_dict(shared), pseudo.state_dict())
+    return len({p.data_ptr() for p in shared.layers.parameters()}) * LAYERS == len(list(real.layers.parameters()))
+
+
+def test_a_pseudo_checkpoint_loads_on_ranks() -> None:
+    assert world(2, _loaded) == [True, True]
+
+
+def _average(rank: int, n: int) -> None:
+    """A copy of a parallelized model, as an average of weights keeps it, is delinked by itself."""
+    torch.manual_seed(0)
+    model = Tower({})
+    moe.share(model.layers)
+    wh.parallelize(model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    moe.delink(model.layers)
+    moe.delink(average.module.layers)  # type: ignore[union-attr, arg-type]
+    for index, p in enumerate(model.parameters()):
+        p.data.fill_(index)
+    average.update_parameters(model)
+    _equal(wh.full_state_dict(average.module), wh.full_state_dict(model))
+
+
+def test_an_average_of_weights_is_delinked_by_itself() -> None:
+    world(2, _average)
+
+
+def _alone(rank: int, n: int) -> None:
+    model = Tower(None)
+    moe.share(model.layers)
+    wh.parallelize(model, timeout=20)
+    if rank:
+        moe.delink(model.layers)
+    model(torch.randn(2, 5, dtype=torch.float64)).sum().backward()
+
+
+def test_a_rank_that_delinks_alone_is_told() -> None:
+    with pytest.raises(WhaleError, match=r"rank 0 trains 15, rank 1 trains 37"):
+        world(2, _alone)
+
+
+def _late(rank: int, n: int, what: str) -> None:
+    model = Tower(None)
+    if what == "share":
+        wh.parallelize(model)
+        moe.share(model.layers)
+    moe.share(model.layers)
+    wh.parallelize(model)
+    layers = list(model.layers)
+    del model
+    gc.collect()
+    moe.delink(layers)
+
+
+def test_after_parallelize_it_is_too_late_to_share() -> None:
+    _refused("parallelized already, and their weights are averaged", lambda: world(2, _late, "share"))
+    _refused("of which these 3 layers are not all members", lambda: world(2, _late, "gone"))
+
+
+class Staged(Net):
+    """Layers in the stages of a pipeline."""
+
+    def __init__(self, layers: int = 4, repeat: int = 1, split: dict[str, Any] | None = None) -> None:
+        nn.Module.__init__(self)
+        self.repeat = repeat
+        self.first, self.last = nn.Linear(5, DIM), nn.Linear(DIM, 7)
+        self.layers = nn.ModuleList(Cut(split) for _ in range(layers))
+        self.double()
+
+
+def _pipelined(rank: int, n: int) -> list[float]:
+    torch.manual_seed(0)
+    model, alone = Staged(), Staged(layers=1, repeat=4)
+    for net in (model, alone):
+        for layer in net.layers:
+            layer.ffn = nn.Identity()
+    moe.share(model.layers)
+    alone.load_state_dict(model.state_dict(), strict=False)
+    wh.annotate(
+        model,
+        {r"first|layers\.[01]": wh.stage(), r"layers\.[23]|last": wh.stage()},
+        inside=wh.pipeline(num_micro_batches=2),
+    )
+    x, y = torch.randn(8, 5, dtype=torch.float64), torch.randint(7, (8,))
+    wh.parallelize(model, sample_inputs=x)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, alone)]
+    for _ in range(3):
+        for m, optimizer in zip((model, alone), optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(m(x), y).backward()
+            optimizer.step()
+    state, expected = wh.full_state_dict(model), alone.state_dict()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    with pytest.raises(PlanError, match="ties of a pipelined model cannot be undone"):
+        moe.delink(model.layers, optimizers[0])
+    real = Staged()
+    for layer in real.layers:
+        layer.ffn = nn.Identity()
+    moe.load_shared(real, state, real.layers)
+    torch.testing.assert_close(real(x), alone(x))
+    return [relative_error({name: state[name] for name in expected}, expected)]
+
+
+def test_stages_share_and_a_pipeline_is_delinked_by_its_state() -> None:
+    for errors in world(2, _pipelined):
+        assert max(errors) < BAR
+
+
+def test_experts_cut_and_shared_between_stages_are_refused() -> None:
+    model = Tower({}, layers=2)
+    moe.share(model.layers)
+    wh.annotate(
+        model, {r"first|layers\.0": wh.stage(), r"layers\.1|last": wh.stage()}, inside=wh.pipeline(num_micro_batches=2)
+    )
+    _refused(r"cut by a split and tied between the stages \[0, 1\]", lambda: wh.plan(model, cluster=wh.Cluster.of(1, 4)))

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from whale_torch.comm.registry import place_of
 from whale_torch.errors import CheckpointError, PlanError
 from whale_torch.moe.optimizer_state import State, check_state, give_states
-from whale_torch.strategies.runtime import is_parallelized
+from whale_torch.strategies.root import root_of
+from whale_torch.strategies.runtime import is_parallelized, runtime_of
 
 __all__ = ["delink", "load_shared", "share", "unshared"]
 
@@ -46,7 +48,7 @@ def delink(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     state: State = "copy_scaled",
 ) -> None:
-    """Gives layers that share weights weights of their own, equal at first: the next forward is what it would have been.
+    """Gives layers that share weights their own ones, equal at first: the next forward is what it would have been.
 
     The first layer keeps the Parameter objects. optimizer: all optimizers that train these layers; the new parameters
     follow the old ones in their groups, in the order of a model that never shared. None: none is built yet.
@@ -64,20 +66,32 @@ def delink(
     optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     shared = {id(p): p for _, _, p in slots[0]}
     check_state(list(shared.values()), optimizers, state)
-    if any(map(is_parallelized, listed)):
-        raise PlanError(
-            "these layers are parallelized: their gradients are averaged as one layer's.",
-            fix="state = wh.full_state_dict(model); build the model without sharing, load wh.moe.unshared(state, ...) "
-            "and parallelize that",
-        )
+    root = _parallelized(listed, shared.values())
+    runtime = None if root is None else runtime_of(root, "wh.moe.delink")
+    if root is not None and runtime is not None:
+        runtime.check_untie(root)
     copies: dict[int, list[nn.Parameter]] = {number: [_copy(p) for _ in listed[1:]] for number, p in shared.items()}
     for index, others in enumerate(slots[1:]):
         for module, key, p in others:
             setattr(module, key, copies[id(p)][index])
     for layer in listed:
         layer.__dict__.pop(_KEY, None)
+    if root is not None and runtime is not None:
+        runtime.untie(root, {copied: shared[number] for number, found in copies.items() for copied in found})
     for each in optimizers:
         give_states(each, copies, state)
+
+
+def _parallelized(layers: Sequence[nn.Module], shared: Iterable[nn.Parameter]) -> nn.Module | None:
+    """The parallelized model of the layers, None where they are in none or in a copy of one."""
+    place = next((found for p in shared if (found := place_of(p)) is not None), None)
+    root = None if place is None else root_of(layers)
+    if place is not None and root is None:
+        raise PlanError(
+            f"'{place.name}' belongs to a parallelized model, of which these {len(layers)} layers are not all members.",
+            fix="give layers of one model, and keep the model that wh.parallelize returned",
+        )
+    return root
 
 
 def unshared(state: Mapping[str, Any], model: nn.Module, layers: Iterable[nn.Module]) -> dict[str, Any]:
