@@ -569,4 +569,6 @@ def test_experts_cut_and_shared_between_stages_are_refused() -> None:
     wh.annotate(
         model, {r"first|layers\.0": wh.stage(), r"layers\.1|last": wh.stage()}, inside=wh.pipeline(num_micro_batches=2)
     )
-    _refused(r"cut by a split and tied between the stages \[0, 1\]", lambda: wh.plan(model, cluster=wh.Cluster.of(1, 4)))
+    _refused(
+        r"cut by a split and tied between the stages \[0, 1\]", lambda: wh.plan(model, cluster=wh.Cluster.of(1, 4))
+    )

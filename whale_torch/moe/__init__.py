@@ -2,9 +2,11 @@
 
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
-from whale_torch.moe.layer import Load, MoELayer, aux_loss
+from whale_torch.moe.layer import MoELayer, aux_loss
+from whale_torch.moe.loads import Loads, load, on_load, scalars
 from whale_torch.moe.pseudo import delink, load_shared, share, unshared
 from whale_torch.moe.routing import Routing
+from whale_torch.moe.tally import Load
 
 __all__ = [
     "ExpertChoice",
@@ -13,6 +15,7 @@ __all__ = [
     "Gate",
     "Hash",
     "Load",
+    "Loads",
     "MoELayer",
     "Prototypes",
     "Routing",
@@ -20,7 +23,10 @@ __all__ = [
     "TopK",
     "aux_loss",
     "delink",
+    "load",
     "load_shared",
+    "on_load",
+    "scalars",
     "share",
     "unshared",
 ]

@@ -96,7 +96,7 @@ class Runtime:
         self._delayed = [
             m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
         ]
-        self._named = dict(model.named_modules(remove_duplicate=False))
+        self.named = dict(model.named_modules(remove_duplicate=False))
         self._members = Members(model)
         self._trained = self._trained_dtypes()
         self._trained_code = Trained(self._trained)
@@ -235,13 +235,13 @@ class Runtime:
 
     def untie(self, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Takes up parameters that took the place of tied ones in some modules. copies: which one of which."""
-        names = {id(p): name for name, p in named_once(self._named).items()}
+        names = {id(p): name for name, p in named_once(self.named).items()}
         for copied, p in copies.items():
             place = place_of(p)
             if place is not None:
                 set_place(copied, replace(place, name=names[id(copied)]))
         attach_state_hooks(model)
-        self.plan = untied(self.plan, self._named)
+        self.plan = untied(self.plan, self.named)
         self._members = Members(model)
         self._anchor = self._make_anchor()
         self._train(self._trained_dtypes())
