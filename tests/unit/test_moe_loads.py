@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -152,3 +154,56 @@ def test_what_cannot_be_told_is_said() -> None:
         moe.load(nn.Linear(2, 2))
     with pytest.raises(PlanError, match="every is 0"):
         moe.on_load(Net(), print, every=0)
+
+
+def _history(steps: int) -> list[moe.Loads]:
+    model = Net()
+    found: list[moe.Loads] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    moe.on_load(model, found.append)
+    for _ in range(steps):
+        model(torch.randn(4, 5)).sum().backward()
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 3, 400])
+def test_a_heat_map_is_a_drawing_of_all_layers(steps: int, tmp_path: Path) -> None:
+    history = _history(min(steps, 3)) * (steps // min(steps, 3)) + _history(steps % 3 if steps > 3 else 0)
+    assert len(history) == steps
+    moe.draw_loads(history, tmp_path / "load.svg", title="a < b")
+    drawing = ElementTree.parse(tmp_path / "load.svg").getroot()
+    texts = [found.text for found in drawing.findall(".//{*}text")]
+    assert texts[0] == "a < b" and {"layers.0", "layers.1", "even", str(steps)} <= set(texts)
+    cells = [found for group in drawing.findall(".//{*}g") for found in group]
+    assert 8 <= len(cells) <= 2 * 4 * 160
+    width, height = (float(drawing.get(name) or 0) for name in ("width", "height"))
+    for found in drawing.findall(".//{*}rect"):
+        x, y, wide, high = (float(found.get(name) or 0) for name in ("x", "y", "width", "height"))
+        assert x + wide <= width and y + high <= height
+    across = sum(float(found.get("width") or 0) for found in cells)
+    assert across == pytest.approx(8 * (900 - 56 - 110), rel=1e-3)
+
+
+def test_colours_of_a_heat_map(tmp_path: Path) -> None:
+    step = {"": {"load": [0.25, 0.75, 0.0, 0.0]}}
+    moe.draw_loads([step], tmp_path / "load.svg")
+    drawing = ElementTree.parse(tmp_path / "load.svg").getroot()
+    fills = [found.get("fill") for group in drawing.findall(".//{*}g") for found in group]
+    assert fills[0] == "#f7f7f7" and fills[2] == fills[3] == "#2166ac" and fills[1] not in fills[2:]
+
+
+def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
+    step = {"": {"load": [0.5, 0.5]}}
+    with pytest.raises(PlanError, match="nothing to draw"):
+        moe.draw_loads([], tmp_path / "a.svg")
+    with pytest.raises(PlanError, match=r"step 0 has the layers and experts \{'': 2\}, step 1 has \{'': 1\}"):
+        moe.draw_loads([step, {"": {"load": [1.0]}}], tmp_path / "a.svg")
+    with pytest.raises(PlanError, match=r"a.gif: no picture ends in '.gif'"):
+        moe.draw_loads([step], tmp_path / "a.gif")
+
+
+def test_a_heat_map_as_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    moe.draw_loads(_history(3), tmp_path / "load.png")
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
+from whale_torch.moe.heat_map import draw_loads
 from whale_torch.moe.layer import MoELayer, aux_loss
 from whale_torch.moe.loads import Loads, load, on_load, scalars
 from whale_torch.moe.pseudo import delink, load_shared, share, unshared
@@ -23,6 +24,7 @@ __all__ = [
     "TopK",
     "aux_loss",
     "delink",
+    "draw_loads",
     "load",
     "load_shared",
     "on_load",

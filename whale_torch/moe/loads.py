@@ -28,6 +28,8 @@ __all__ = ["Loads", "load", "on_load", "scalars"]
 Loads: TypeAlias = dict[str, dict[str, Any]]
 """By a layer's name: what `load` says of it."""
 
+_hooks: dict[Callable[[], nn.Module | None], RemovableHandle] = {}
+
 
 def load(model: nn.Module) -> Loads:
     """How the MoE layers of a model were loaded since the last call of this, over all ranks: a collective.
@@ -68,20 +70,23 @@ def on_load(model: nn.Module, fn: Callable[[Loads], object], *, every: int = 1) 
         _watch(layer, model.training)
         if layer.tally is not None:
             layer.tally.take(training=model.training)
-    held, steps = weakref.ref(model), 0
+    reference, steps = weakref.ref(model), 0
+
+    def held() -> nn.Module | None:
+        return reference()
 
     def stepped(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal steps
         alive = held()
-        if alive is None:
-            handle.remove()
-        elif _trains(optimizer, alive):
+        if alive is not None and _trains(optimizer, alive):
             steps += 1
             if steps % every == 0:
                 fn(load(alive))
 
-    handle: RemovableHandle = register_optimizer_step_post_hook(stepped)
-    return handle
+    for gone in [model_of for model_of in _hooks if model_of() is None]:  # not while torch goes through its hooks
+        _hooks.pop(gone).remove()
+    _hooks[held] = register_optimizer_step_post_hook(stepped)
+    return _hooks[held]
 
 
 def scalars(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
