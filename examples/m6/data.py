@@ -13,8 +13,8 @@ __all__ = ["CAPTION", "NO_LABEL", "SIDE", "WORDS", "Digits", "Scenes", "read", "
 
 SIDE = 16  # of a picture
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-RELATIONS = ("left of", "right of", "above", "below")
-WORDS = ("<pad>", "<start>", "<end>", "a", "of", "left", "right", "above", "below", *DIGITS)
+RELATIONS = ("left of", "above")  # the left, or upper, digit comes first: of one picture there is one caption
+WORDS = ("<pad>", "<start>", "<end>", "a", "an", "of", "left", "above", *DIGITS)
 CAPTION = 8  # words at most, with <start> and <end>
 NO_LABEL = -100
 _NUMBER = {word: number for number, word in enumerate(WORDS)}
@@ -58,12 +58,13 @@ class Scenes(Dataset[tuple[Tensor, Tensor]]):
         images, labels = self.digits
         first, second = rng.randrange(len(labels)), rng.randrange(len(labels))
         relation = rng.choice(RELATIONS)
-        ends, offsets = [0, SIDE - 8], [rng.randrange(SIDE - 7) for _ in range(2)]
-        if relation in ("right of", "below"):
-            ends.reverse()
+        offset = rng.randrange(SIDE - 8)
         picture = torch.zeros(SIDE, SIDE)
-        for digit, end, offset in zip((first, second), ends, offsets, strict=True):
-            top, left = (offset, end) if "of" in relation else (end, offset)
+        for digit, end, across in zip((first, second), (0, SIDE - 8), (offset, offset + rng.randrange(2)), strict=True):
+            top, left = (across, end) if relation == "left of" else (end, across)
             picture[top : top + 8, left : left + 8] = images[digit]
-        caption = f"a {DIGITS[labels[first]]} {relation} a {DIGITS[labels[second]]}"
-        return picture, words_of(caption)
+        return picture, words_of(f"{_named(labels[first])} {relation} {_named(labels[second])}")
+
+
+def _named(label: Tensor) -> str:
+    return f"a {DIGITS[label]}" if int(label) != 8 else "an eight"

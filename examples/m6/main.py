@@ -27,8 +27,8 @@ LEARNING_RATE = 2e-3
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--pseudo", type=int, default=300, help="steps on one set of weights for all layers (default: %(default)s)")
-    add("--real", type=int, default=500, help="steps on each layer's own (default: %(default)s)")
+    add("--pseudo", type=int, default=400, help="steps on one set of weights for all layers (default: %(default)s)")
+    add("--real", type=int, default=800, help="steps on each layer's own (default: %(default)s)")
     add("--layers", type=int, default=4, help="(default: %(default)s)")
     add("--width", type=int, default=64, help="numbers a token becomes, a multiple of 4 (default: %(default)s)")
     add("--experts", type=int, default=8, help="of each layer, an even number (default: %(default)s)")

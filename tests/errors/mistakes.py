@@ -1105,3 +1105,15 @@ def trained_copy(rank: int, n: int) -> None:
     model = wh.parallelize(classifier())
     again = copy.deepcopy(model)
     F.cross_entropy(again(torch.ones(2, 4)), torch.tensor([0, 1])).backward()
+
+
+@mistake(M, "Delinked while a gradient waits", wh.PlanError, r"'weight' has a gradient, the sum over 2 layers", ranks=2)
+def delinked_too_early(rank: int, n: int) -> None:
+    """A gradient of shared weights is the sum over the layers; none of them can have it as its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wh.moe.share(model)
+    wh.parallelize(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    wh.moe.delink(model, optimizer)
