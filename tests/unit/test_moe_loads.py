@@ -121,6 +121,20 @@ def test_every_few_steps_and_no_longer_than_the_model_lives() -> None:
     assert len(told) == 2
 
 
+def test_each_who_asks_is_told_all() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(list(model.parameters()), lr=0.1)
+    every, second = [], []
+    moe.on_load(model, every.append)
+    moe.on_load(model, second.append, every=2)
+    for _ in range(4):
+        model(torch.randn(3, 5)).sum().backward()
+        optimizer.step()
+    assert [found["layers.0"]["tokens"] for found in every] == [3] * 4
+    assert [found["layers.0"]["tokens"] for found in second] == [6] * 2
+    assert moe.load(model)["layers.0"]["tokens"] == 12
+
+
 def test_training_and_evaluation_are_told_apart() -> None:
     model = Net()
     moe.on_load(model, lambda found: None).remove()
@@ -140,6 +154,14 @@ def test_scalars_have_a_name_each() -> None:
     assert found == moe.scalars(moe.load(twin))
     assert len(found) == 2 * (3 * 4 + 6) and all(type(value) is float for value in found.values())
     assert found["layers.1/tokens"] == 4 and {"layers.0/load/3", "layers.0/balance"} <= found.keys()
+
+
+def test_what_overflowed_once_is_forgotten() -> None:
+    layer = moe.MoELayer(8, 4, 2, hidden=6)
+    for x in (torch.full((3, 8), torch.nan), torch.randn(3, 8)):
+        layer(x)
+        (found,) = moe.load(layer).values()
+    assert found["tokens"] == 3 and math.isfinite(found["loss"]) and found["loss"] > 0 and found["gate_entropy"] > 0.9
 
 
 def test_gates_without_scores() -> None:

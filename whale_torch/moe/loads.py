@@ -38,10 +38,14 @@ def load(model: nn.Module) -> Loads:
     or `on_load` on, which itself tells of each layer's last call. A forward that a checkpoint runs again counts once.
     Of each layer: tokens; routes, to each expert; load, the share of them; dropped, how many found each expert full;
     drop_rate; balance, the largest load over the mean one; load_entropy and gate_entropy (the mean over tokens, of the
-    scores of the gate), 1 where even and 0 where all is one expert's; loss, the auxiliary losses, a mean over calls.
+    scores of the gate), 1 where even and 0 where all is one expert's; loss, the auxiliary losses, a mean over calls in which they were finite.
     All are numbers or lists of numbers; `scalars` names each alone.
     Raises PlanError for a model without a MoELayer; CommError where a rank does not call it.
     """
+    return _load(model, "load")
+
+
+def _load(model: nn.Module, asker: object) -> Loads:
     layers = _layers(model)
     for layer in layers.values():
         _watch(layer, model.training)
@@ -50,7 +54,7 @@ def load(model: nn.Module) -> Loads:
     parts = []
     for layer in layers.values():
         assert layer.tally is not None
-        mine = layer.tally.take(training=model.training)
+        mine = layer.tally.take(asker, training=model.training)
         parts.append(mine / _times(layer, plan, names.get(id(layer), "")))
     total = _summed(torch.cat(parts), group)
     sizes = [2 * layer.num_experts + 4 for layer in layers.values()]
@@ -58,7 +62,7 @@ def load(model: nn.Module) -> Loads:
 
 
 def on_load(model: nn.Module, fn: Callable[[Loads], object], *, every: int = 1) -> RemovableHandle:
-    """Calls fn(load(model)) after every so many steps of the optimizer that trains the model's experts.
+    """Calls fn with the loads since its last call after every so many steps of the optimizer that trains the experts.
 
     However many micro-batches a step has accumulated, it is told once. fn is called on every rank, with the same
     numbers: log(found) on one of them. The handle's remove() ends it; so does the end of the model.
@@ -66,10 +70,12 @@ def on_load(model: nn.Module, fn: Callable[[Loads], object], *, every: int = 1) 
     """
     if every < 1:
         raise PlanError(f"every is {every}.", fix="a number of steps, 1 or more")
+    asker = object()
     for layer in _layers(model).values():
         _watch(layer, model.training)
         if layer.tally is not None:
-            layer.tally.take(training=model.training)
+            for training in (False, True):
+                layer.tally.take(asker, training=training)
     reference, steps = weakref.ref(model), 0
 
     def held() -> nn.Module | None:
@@ -81,7 +87,7 @@ def on_load(model: nn.Module, fn: Callable[[Loads], object], *, every: int = 1) 
         if alive is not None and _trains(optimizer, alive):
             steps += 1
             if steps % every == 0:
-                fn(load(alive))
+                fn(_load(alive, asker))
 
     for gone in [model_of for model_of in _hooks if model_of() is None]:  # not while torch goes through its hooks
         _hooks.pop(gone).remove()
@@ -151,7 +157,7 @@ def _summed(mine: Tensor, group: Group | None) -> Tensor:
 def _told(sums: Tensor) -> dict[str, Any]:
     num_experts = (len(sums) - 4) // 2
     routes, kept = sums[:num_experts], sums[num_experts : 2 * num_experts]
-    tokens, entropy, calls, loss = sums[2 * num_experts :].tolist()
+    tokens, entropy, losses, loss = sums[2 * num_experts :].tolist()
     number = float(routes.sum())
     share = routes / max(number, 1.0)
     even = math.log(max(2, num_experts))
@@ -164,7 +170,7 @@ def _told(sums: Tensor) -> dict[str, Any]:
         "balance": float(share.max()) * num_experts,
         "load_entropy": float(torch.special.entr(share).sum()) / even,
         "gate_entropy": entropy / max(tokens, 1.0),
-        "loss": loss / max(calls, 1.0),
+        "loss": loss / max(losses, 1.0),
     }
 
 

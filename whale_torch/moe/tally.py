@@ -38,6 +38,7 @@ class Tally:
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
         self._sums: dict[bool, Tensor] = {}
+        self._told: dict[tuple[object, bool], Tensor] = {}
 
     def add(self, load: Load, *, training: bool) -> None:
         """One call."""
@@ -45,10 +46,13 @@ class Tally:
             mine, before = _sums(load), self._sums.get(training)
             self._sums[training] = mine if before is None else before.to(mine.device) + mine
 
-    def take(self, *, training: bool) -> Tensor:
-        """[2 E + 4]: routes, those kept; tokens, their entropies, calls, losses; and forgets them."""
-        found = self._sums.pop(training, None)
-        return torch.zeros(2 * self.num_experts + 4, dtype=torch.float64) if found is None else found.cpu()
+    def take(self, asker: object, *, training: bool) -> Tensor:
+        """[2 E + 4]: routes, those kept; tokens, their entropies, finite losses, their sum, since the same asker asked last."""
+        found, before = self._sums.get(training), self._told.get((asker, training))
+        if found is None:
+            return torch.zeros(2 * self.num_experts + 4, dtype=torch.float64)
+        self._told[asker, training] = found
+        return (found if before is None else found - before.to(found.device)).cpu()
 
 
 @torch.no_grad()
@@ -60,5 +64,6 @@ def _sums(load: Load) -> Tensor:
         p = load.scores / load.scores.sum(1, keepdim=True)
         each = torch.special.entr(p).sum(1).double().nan_to_num() / math.log(max(2, p.shape[1]))
         entropy = (each if load.mask is None else each * load.mask).sum()
-    rest = [tokens, entropy, torch.ones_like(zero), load.loss.to(torch.float64)]
+    loss, counts = load.loss.double(), load.loss.isfinite()  # one that overflowed is not to be in all sums from then on
+    rest = [tokens, entropy, counts.double(), loss.where(counts, zero)]
     return torch.cat([load.counts.double(), load.kept.double(), torch.stack(rest)])
