@@ -38,7 +38,8 @@ def load(model: nn.Module) -> Loads:
     or `on_load` on, which itself tells of each layer's last call. A forward that a checkpoint runs again counts once.
     Of each layer: tokens; routes, to each expert; load, the share of them; dropped, how many found each expert full;
     drop_rate; balance, the largest load over the mean one; load_entropy and gate_entropy (the mean over tokens, of the
-    scores of the gate), 1 where even and 0 where all is one expert's; loss, the auxiliary losses, a mean over calls in which they were finite.
+    scores of the gate), 1 where even and 0 where all is one expert's; loss, the auxiliary losses, a mean over calls
+    (those in which they were finite).
     All are numbers or lists of numbers; `scalars` names each alone.
     Raises PlanError for a model without a MoELayer; CommError where a rank does not call it.
     """
