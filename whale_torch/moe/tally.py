@@ -47,7 +47,7 @@ class Tally:
             self._sums[training] = mine if before is None else before.to(mine.device) + mine
 
     def take(self, asker: object, *, training: bool) -> Tensor:
-        """[2 E + 4]: routes, those kept; tokens, their entropies, finite losses, their sum; since this asker asked last."""
+        """[2 E + 4]: routes, those kept; tokens, their entropies, finite losses, their sum; since the last time."""
         found, before = self._sums.get(training), self._told.get((asker, training))
         if found is None:
             return torch.zeros(2 * self.num_experts + 4, dtype=torch.float64)
