@@ -214,7 +214,7 @@ def test_recurrent_layers_use_the_weights_they_are_given() -> None:
     moe.share(layers)
     x = torch.randn(3, 2, 4)
     assert torch.equal(layers[0](x)[0], layers[1](x)[0])
-    moe.delink(layers)
+    moe.delink(layers, None)
     layers[1].weight_hh_l0.data.zero_()
     assert not torch.equal(layers[0](x)[0], layers[1](x)[0])
 
@@ -236,7 +236,7 @@ def test_a_copy_of_one_layer_has_weights_of_its_own() -> None:
     one = copy.deepcopy(model.layers[1])
     assert len(list(one.parameters())) == len(list(model.layers[0].parameters()))
     both = copy.deepcopy(model)
-    moe.delink(both.layers)
+    moe.delink(both.layers, None)
     assert len(list(both.layers.parameters())) == LAYERS * len(list(model.layers.parameters()))
     assert len(list(model.layers.parameters())) == len(list(one.parameters()))
 
@@ -268,16 +268,16 @@ def test_what_cannot_be_shared_is_said() -> None:
 
 def test_what_cannot_be_delinked_is_said() -> None:
     model = Net()
-    _refused("layers 0 and 1 do not share 'norm.weight'", lambda: moe.delink(model.layers))
+    _refused("layers 0 and 1 do not share 'norm.weight'", lambda: moe.delink(model.layers, None))
     moe.share(model.layers)
     optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
-    _refused("2 layers are to be delinked, and 3 share", lambda: moe.delink(model.layers[:2]))
+    _refused("2 layers are to be delinked, and 3 share", lambda: moe.delink(model.layers[:2], None))
     _refused("9 of the 9 parameters that the layers share", lambda: moe.delink(model.layers, optimizer))
     _refused("state is 'copied'", lambda: moe.delink(model.layers, optimizer, state="copied"))  # type: ignore[arg-type]
     named = torch.optim.SGD(model.named_parameters(), lr=0.1)
     _refused(r"SGD was built of named_parameters\(\)", lambda: moe.delink(model.layers, named))
     model(torch.randn(4, 5)).sum().backward()
-    _refused("'norm.weight' has a gradient, the sum over 3 layers", lambda: moe.delink(model.layers))
+    _refused("'norm.weight' has a gradient, the sum over 3 layers", lambda: moe.delink(model.layers, None))
     model.zero_grad()
     optimizer = torch.optim.LBFGS(model.layers.parameters())
     for p in model.layers.parameters():
@@ -469,8 +469,8 @@ def _average(rank: int, n: int) -> None:
     moe.share(model.layers)
     wh.parallelize(model)
     average = torch.optim.swa_utils.AveragedModel(model)
-    moe.delink(model.layers)
-    moe.delink(average.module.layers)  # type: ignore[union-attr, arg-type]
+    moe.delink(model.layers, None)
+    moe.delink(average.module.layers, None)  # type: ignore[union-attr, arg-type]
     for index, p in enumerate(model.parameters()):
         p.data.fill_(index)
     average.update_parameters(model)
@@ -486,7 +486,7 @@ def _alone(rank: int, n: int) -> None:
     moe.share(model.layers)
     wh.parallelize(model, timeout=20)
     if rank:
-        moe.delink(model.layers)
+        moe.delink(model.layers, None)
     model(torch.randn(2, 5, dtype=torch.float64)).sum().backward()
 
 
@@ -505,7 +505,7 @@ def _late(rank: int, n: int, what: str) -> None:
     layers = list(model.layers)
     del model
     gc.collect()
-    moe.delink(layers)
+    moe.delink(layers, None)
 
 
 def test_after_parallelize_it_is_too_late_to_share() -> None:

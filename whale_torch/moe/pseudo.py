@@ -45,7 +45,7 @@ def share(layers: Iterable[nn.Module]) -> None:
 
 def delink(
     layers: Iterable[nn.Module],
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
     state: State = "copy_scaled",
 ) -> None:
     """Gives layers that share weights their own ones, equal at first: the next forward is what it would have been.
