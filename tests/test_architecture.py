@@ -64,8 +64,9 @@ PRIVATE_TORCH = {
     "torch._C._autograd._get_current_graph_task_keep_graph": {"comm"},
     # Inside torch.func, whose tensors mean nothing outside.
     "torch._C._are_functorch_transforms_active": {"strategies"},
-    # Which backward runs: what one left behind when an error ended it belongs to no other.
-    "torch._C._current_graph_task_id": {"strategies"},
+    # Which backward runs: what one left behind when an error ended it belongs to no other, and a forward inside one
+    # is a checkpoint's second.
+    "torch._C._current_graph_task_id": {"strategies", "moe"},
     # Where F.cross_entropy and F.nll_loss go; every public way to see them costs Python at each other operation.
     "torch._C._nn": {"comm"},
     # What repr shows: subclasses are meant to override it.

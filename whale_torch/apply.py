@@ -148,7 +148,7 @@ def parallelize(
     equalize(model, mesh, None if places is None else places.copies_of_buffers(built))
     sync_batch_norm(model, made, mesh)
     if programs is None:
-        runtime = Runtime(model, made, mesh, regions, reader, lambda: make_reducers(model, made, mesh))
+        runtime = Runtime(model, made, mesh, regions, reader, lambda made: make_reducers(model, made, mesh))
     else:
         runtime = PipelineRuntime(model, made, mesh, regions, reader, programs, seed, meets=has_experts)
         if places is not None:

@@ -76,7 +76,7 @@ def _recorded(plan: Plan, pipeline: PipelinePlan, model: nn.Module, sample_input
 def _step(plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: _RehearsalMesh) -> Runtime:
     twin = _without_memory(model)
     regions = apply_split(twin, plan, mesh, cut_parameters(twin, plan, mesh))
-    runtime = Runtime(twin, plan, mesh, regions, BatchReader(twin, plan.batch_dim), list)
+    runtime = Runtime(twin, plan, mesh, regions, BatchReader(twin, plan.batch_dim), lambda plan: [])
     runtime.gradients = Gradients([])  # nothing to average, and nothing that wants to read them
     make_root(twin, runtime)
     args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().to("meta").requires_grad_(t.requires_grad))

@@ -1436,3 +1436,15 @@ def called_copy_of_stages(rank: int, n: int) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = wh.parallelize(wh.pipeline(layers, num_stages=2), sample_inputs=torch.ones(2, 4))
     copy.deepcopy(model).eval()(torch.ones(2, 4))
+
+
+@mistake(M, "Delinked while a gradient waits", wh.PlanError, r"'weight' has a gradient, the sum over 2 layers", ranks=2)
+def delinked_too_early(rank: int, n: int) -> None:
+    """A gradient of shared weights is the sum over the layers; none of them can have it as its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wh.moe.share(model)
+    wh.parallelize(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    wh.moe.delink(model, optimizer)

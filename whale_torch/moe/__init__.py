@@ -2,8 +2,12 @@
 
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
-from whale_torch.moe.layer import Load, MoELayer, aux_loss
+from whale_torch.moe.heat_map import draw_loads
+from whale_torch.moe.layer import MoELayer, aux_loss
+from whale_torch.moe.loads import Loads, load, on_load, scalars
+from whale_torch.moe.pseudo import delink, load_shared, share, unshared
 from whale_torch.moe.routing import Routing
+from whale_torch.moe.tally import Load
 
 __all__ = [
     "ExpertChoice",
@@ -12,10 +16,19 @@ __all__ = [
     "Gate",
     "Hash",
     "Load",
+    "Loads",
     "MoELayer",
     "Prototypes",
     "Routing",
     "Stacked",
     "TopK",
     "aux_loss",
+    "delink",
+    "draw_loads",
+    "load",
+    "load_shared",
+    "on_load",
+    "scalars",
+    "share",
+    "unshared",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,22 +19,10 @@ from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import Gate, Hash, Prototypes, TopK
 from whale_torch.moe.routing import Renormalize, Routing
+from whale_torch.moe.tally import Load, Tally
 from whale_torch.trace.tweaks import register_tweak
 
 __all__ = ["Load", "MoELayer", "aux_loss"]
-
-
-@dataclass(frozen=True)
-class Load:
-    """What the last call of a layer did, on this rank's tokens.
-
-    counts: routes to each expert, [num_experts]; kept: those that were not dropped for want of capacity. loss: the
-    auxiliary losses, coefficients applied, of the tokens of all ranks.
-    """
-
-    counts: Tensor
-    kept: Tensor
-    loss: Tensor
 
 
 class MoELayer(nn.Module):
@@ -110,6 +97,7 @@ class MoELayer(nn.Module):
         self.wire_dtype, self.node_memory, self.chunks = wire_dtype, node_memory, chunks
         self.loss_factor = 1.0
         self.load: Load | None = None
+        self.tally: Tally | None = None  # where somebody watches
         self._ranks: Group | None = None  # all that run this layer, on other tokens
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
@@ -166,7 +154,9 @@ class MoELayer(nn.Module):
             weights = note_choices(self.gate, routing.weights, counts, self._total)
             routing = _with_weights(routing, weights)
         out, kept = self._through_experts(x, routing)
-        self.load = Load(counts, kept, loss)
+        self.load = Load(counts, kept, loss, len(x), routing.mask, _scores(routing))
+        if self.tally is not None:
+            self.tally.add(self.load, training=self.training)
         return out
 
     def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -224,6 +214,12 @@ def aux_loss(model: nn.Module) -> Tensor:
 def _counts(experts: Tensor, num_experts: int) -> Tensor:
     chosen = experts[experts >= 0].to(torch.int64)
     return torch.bincount(chosen, minlength=num_experts)
+
+
+def _scores(routing: Routing) -> Tensor | None:
+    if routing.probs is None and routing.logits is not None:
+        return routing.logits.detach().softmax(1)
+    return None if routing.probs is None else routing.probs.detach()
 
 
 def _with_weights(routing: Routing, weights: Tensor) -> Routing:

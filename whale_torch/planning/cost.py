@@ -27,6 +27,7 @@ __all__ = [
     "may_call_losses",
     "places_of",
     "price",
+    "reduce_bytes",
     "shards_of",
     "split_bytes",
 ]
@@ -50,7 +51,7 @@ def price(plan: Plan, model: nn.Module) -> Plan:
     places = places_of(plan, model)
     priced = replace(
         plan,
-        reduces=tuple(_with_bytes(reduce, parameters, shards, places) for reduce in plan.reduces),
+        reduces=tuple(reduce_bytes(reduce, parameters, shards, places) for reduce in plan.reduces),
         parameter_bytes=max(sum(held[name] for name in names) for names in places),
         gradient_bytes=max(sum(size for name, size in trained.items() if name in names) for names in places),
         pipeline=None if plan.pipeline is None else _with_stages(plan.pipeline, model),
@@ -161,12 +162,13 @@ def shards_of(plan: Plan, model: nn.Module) -> dict[str, Shard]:
     return found
 
 
-def _with_bytes(
+def reduce_bytes(
     reduce: Reduce,
     parameters: Mapping[str, nn.Parameter],
     shards: Mapping[str, Shard],
     places: Sequence[frozenset[str]],
 ) -> Reduce:
+    """A group of gradients with its bytes, of the place that holds most."""
     trained = [name for name in reduce.parameters if parameters[name].requires_grad]
     sizes = {name: local_numel(parameters[name], shards.get(name)) for name in trained}
     elements = max(sum(size for name, size in sizes.items() if name in names) for names in places)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,9 +16,10 @@ from whale_torch.strategies.copies import Replacement
 from whale_torch.strategies.runtime import KEY, Runtime, runtime_of
 from whale_torch.strategies.state_hooks import refuse_assign
 
-__all__ = ["make_root"]
+__all__ = ["make_root", "root_of"]
 
 
+_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _LEFT_OUT = "whale_torch counts rows around a model's forward; compile its parts: m.part.compile()"
 
 
@@ -70,3 +72,10 @@ def make_root(model: nn.Module, runtime: Runtime) -> None:
     model.__dict__[KEY] = runtime
     compiles = "no split" if runtime.regions else "whole" if runtime.mesh.world == 1 else "parts"
     model.__class__ = _root_class(type(model), compiles)  # type: ignore[arg-type]
+    _roots.add(model)
+
+
+def root_of(members: Iterable[nn.Module]) -> nn.Module | None:
+    """The parallelized model that these modules are all members of, None where there is none."""
+    wanted = set(map(id, members))
+    return next((root for root in _roots if wanted <= set(map(id, root.modules()))), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,19 +18,20 @@ from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.local_random import stream_code
 from whale_torch.comm.loss_part import LossPart
 from whale_torch.comm.region import Region
-from whale_torch.comm.registry import place_of
+from whale_torch.comm.registry import place_of, set_place
 from whale_torch.comm.scale import Witness
 from whale_torch.comm.true_mean import TrueMeanLoss
 from whale_torch.errors import CommError, LossError, PlanError
 from whale_torch.mesh import Mesh
 from whale_torch.planning.cost import may_call_losses
 from whale_torch.planning.plan import GatherRecord, Plan
+from whale_torch.planning.untied import named_once, untied
 from whale_torch.strategies import delayed
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.members import Members
 from whale_torch.strategies.outputs import map_tensors, tensors_in
 from whale_torch.strategies.split_linear import ColumnLinear
-from whale_torch.strategies.state_hooks import cut_places
+from whale_torch.strategies.state_hooks import attach_state_hooks, cut_places
 from whale_torch.strategies.wrappers import refuse_wrapper_around
 
 __all__ = ["CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
@@ -86,7 +87,7 @@ class Runtime:
 
     def __init__(
         self, model: nn.Module, plan: Plan, mesh: Mesh, regions: list[Region],
-        reader: BatchReader, make_reducers: Callable[[], list[GradientReducer]],
+        reader: BatchReader, make_reducers: Callable[[Plan], list[GradientReducer]],
     ):  # fmt: skip
         self._reader = reader
         self.plan, self.mesh, self.regions, self._make_reducers = plan, mesh, regions, make_reducers
@@ -95,12 +96,13 @@ class Runtime:
         self._delayed = [
             m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
         ]
+        self.named = dict(model.named_modules(remove_duplicate=False))
         self._members = Members(model)
         self._trained = self._trained_dtypes()
         self._trained_code = Trained(self._trained)
         self._witness = Witness.among(self._members.parameters)
         self.gradients = self._make_gradients()
-        self._anchor = Anchor(mesh.device, lambda: self.gradients.arm(), self._members.parameters)
+        self._anchor = self._make_anchor()
         self._draws: set[bool] = set()  # in which modes, training or not, forwards were seen to draw random numbers
         self._seeks_losses = plan.num_feeds > 1 and may_call_losses(model)
         apart = self._seeks_losses and plan.feed_size > 1
@@ -189,8 +191,11 @@ class Runtime:
 
         return one(out) if isinstance(out, Tensor) else map_tensors(out, one)
 
+    def _make_anchor(self) -> Anchor:
+        return Anchor(self.mesh.device, lambda: self.gradients.arm(), self._members.parameters)
+
     def _make_gradients(self) -> Gradients:
-        return Gradients(self._make_reducers(), then=None if self._witness is None else self._witness.keep)
+        return Gradients(self._make_reducers(self.plan), then=None if self._witness is None else self._witness.keep)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,11 +212,39 @@ class Runtime:
         self._members.check(model)
         trained = self._trained_dtypes()
         if trained != self._trained:
-            self._trained, self._trained_code = trained, Trained(trained)
-            sync = self.gradients.sync
-            self.gradients.close()
-            self.gradients = self._make_gradients()
-            self.gradients.sync = sync
+            self._train(trained)
+
+    def _train(self, trained: list[torch.dtype | None]) -> None:
+        """Other parameters are trained from here on."""
+        self._trained, self._trained_code = trained, Trained(trained)
+        sync = self.gradients.sync
+        self.gradients.close()
+        self.gradients = self._make_gradients()
+        self.gradients.sync = sync
+
+    def check_untie(self, model: nn.Module) -> None:
+        """Raises PlanError where `untie` could not follow."""
+        if self.plan.pipeline is not None:
+            raise PlanError(
+                "the ties of a pipelined model cannot be undone while it runs: where its parameters lie is decided.",
+                where=self.plan.pipeline.site,
+                fix="state = wh.full_state_dict(model); build the model without ties, load that and parallelize it",
+            )
+        self.gradients.abandon()
+        self._members.check(model)
+
+    def untie(self, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Takes up parameters that took the place of tied ones in some modules. copies: which one of which."""
+        names = {id(p): name for name, p in named_once(self.named).items()}
+        for copied, p in copies.items():
+            place = place_of(p)
+            if place is not None:
+                set_place(copied, replace(place, name=names[id(copied)]))
+        attach_state_hooks(model)
+        self.plan = untied(self.plan, self.named)
+        self._members = Members(model)
+        self._anchor = self._make_anchor()
+        self._train(self._trained_dtypes())
 
     def _trained_dtypes(self) -> list[torch.dtype | None]:
         return dtypes_of_trained(self._members.parameters)

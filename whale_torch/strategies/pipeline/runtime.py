@@ -89,7 +89,7 @@ class PipelineRuntime(Runtime):
         self.peak = 0
         self.seed, self.number = seed, 0
         self._reader = reader
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self.named = dict(model.named_modules(remove_duplicate=False))
         self._members = Members(model)
         self._trained = self._trained_dtypes()
         self._trained_code = Trained(self._trained)
@@ -154,17 +154,17 @@ class PipelineRuntime(Runtime):
 
     def modules(self) -> Iterable[nn.Module]:
         """The model's modules; one that has several names comes as often."""
-        return self._modules.values()
+        return self.named.values()
 
     def find(self, node: Node) -> Any:
         """The live module, parameter or buffer that a Node names."""
         if node.kind == "module":
-            module = self._modules[node.target] if node.target else self._whole_model
+            module = self.named[node.target] if node.target else self._whole_model
             if node.slices is None or self._fed_alike is None or self._fed_alike.size == 1:
                 return module
             return OnSlices(module, node.slices, self._fed_alike, self.mesh.device, random=node.draws)
         owner, _, name = node.target.rpartition(".")
-        found = getattr(self._modules[owner], name)
+        found = getattr(self.named[owner], name)
         for key in node.args:
             found = found[key]
         return found
@@ -246,7 +246,7 @@ class PipelineRuntime(Runtime):
         held = self._places.held()
         for one in self.reducers:
             one.reducer.close()
-        self.stand_ins = StandIns(list(self._modules.values()), list(held.values()))
+        self.stand_ins = StandIns(list(self.named.values()), list(held.values()))
         self.reducers = self._places.reducers(self.stand_ins)
         self.users = [
             (self.stand_ins.of(p), self._places.holders.stages[name] & self.stages) for name, p in held.items()
