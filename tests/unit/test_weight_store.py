@@ -233,6 +233,6 @@ def test_what_was_written_into_in_between_is_noticed() -> None:
         store.begin(0, 3)
         model(state).sum().backward()
         state.mul_(0.5)
-        with pytest.raises(LossError, match="a linear layer of 6 to 6 features in stage 0 .* of micro-batch 3's"):
+        with pytest.raises(LossError, match=r"a linear layer of 6 to 6 features in stage 0 .* of micro-batch 3's"):
             store.finish(0, 3)
     assert model.weight.grad is None

@@ -54,7 +54,7 @@ class _Kept(NamedTuple):
                 f"a linear layer of {into} to {out} features in stage {stage} was given a tensor that was written into "
                 f"between the input part and the weight part of micro-batch {micro_batch}'s backward: a buffer that "
                 "changes from micro-batch to micro-batch, perhaps.",
-                fix="give the layer a clone of it, or take a schedule with whole backwards: wh.pipeline(schedule='1f1b')",
+                fix='give the layer a clone of it, or run whole backwards: wh.pipeline(schedule="1f1b")',
             )
 
 
