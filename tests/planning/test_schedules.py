@@ -403,8 +403,8 @@ def test_a_table_of_ones_own() -> None:
         ({"num_stages": None}, r"its num_stages is None"),
         ({"num_ranks": 1.0}, r"its num_ranks is 1\.0"),
         ({"table": ((("F", 0, 0), ("B", 0, 0)),)}, r"rank 0, position 0: \('F', 0, 0\) is no action"),
-        ({"table": ((Action("F", 0, 0), Action("B", 0, 0), Action("F", -1, 0)),)}, r"position 2: Action\(.* is no action"),
-        ({"table": ((Action("F", 0, 0), Action("B", 0, 0), Action("X", 0, 0)),)}, r"position 2: Action\(.* is no action"),
+        ({"table": ((Action("F", 0, 0), Action("B", -1, 0)),)}, r"position 1: Action\(.* is no action"),
+        ({"table": ((Action("F", 0, 0), Action("X", 0, 0)),)}, r"position 1: Action\(.* is no action"),
     ],
 )
 def test_mistakes_in_a_schedule_made_by_hand(change: dict[str, Any], says: str) -> None:
