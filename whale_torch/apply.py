@@ -269,7 +269,7 @@ def _decide(
     own = _together(mesh, measure)
     told = _from_all(mesh, (own, arguments))
     _refuse_other_arguments([{**given, "balance": "modelled" if of is None else "measured"} for of, given in told])
-    seconds = None if own is None else mean_seconds([of for of, _ in told])
+    seconds = None if own is None else mean_seconds([of for of, _ in told if of is not None])
 
     def decide() -> Plan:
         measured = mesh.cluster
