@@ -231,7 +231,7 @@ def _cut_from(whole: int, rows: int, site: str) -> Iterator[None]:
     """Raises TraceError for a forward that torch refuses on a part of a batch."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         if rows == whole or isinstance(error, WhaleError):
             raise
         raise TraceError(
