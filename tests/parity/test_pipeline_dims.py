@@ -152,6 +152,10 @@ def test_a_mask_as_long_as_the_batch_by_accident_is_found() -> None:
     with pytest.raises(wh.TraceError, match="the forward fails on a micro-batch of 2 samples of 4: ") as caught:
         world(2, _by_accident)
     assert "batch_dim" in str(caught.value.fix)
+    model = wh.annotate(First(), {name: wh.stage() for name in "ab"}, inside=wh.pipeline(num_micro_batches=2))
+    with pytest.raises(wh.PlanError, match=r"fails on these sample_inputs: .* \(on 2 of 4 samples\)") as planned:
+        wh.plan(model, sample_inputs=(torch.randn(4, 4, WIDTH), torch.rand(4, 4)))
+    assert "batch_dim" in str(planned.value.fix)
 
 
 class Free(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from whale_torch.errors import TraceError
 from whale_torch.trace.graph import OF_TORCH, leaves_in, map_leaves
 from whale_torch.trace.sample_dims import Dims
 from whale_torch.trace.settings import follow
 from whale_torch.trace.tweaks import tweak
 
-__all__ = ["Twin"]
+__all__ = ["Twin", "copy_of"]
+
+
+def copy_of(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deepcopy. Raises TraceError for a model that cannot be copied."""
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+        raise TraceError(
+            f"a pipeline is planned on copies of its model, and this {type(model).__name__} cannot be copied: "
+            f"{type(error).__name__}: {error}",
+            fix="make what cannot be copied (a lock, a generator, a tensor with a graph) inside the forward, or give "
+            "its owner a __deepcopy__",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class Twin:
             memo[id(buffer)] = like(buffer)
         for x in _computed(model):
             memo[id(x)] = like(x)
-        module = copy.deepcopy(model, memo)
+        module = copy_of(model, memo)
         tweak(module)
         return Twin(module, fake, device)
 
