@@ -164,6 +164,28 @@ def test_gradients_may_be_asked_for(n: int) -> None:
     assert max(world(n, _asked_for)) < 1e-5
 
 
+def _drawn_again(rank: int, n: int) -> float:
+    """New first values after wh.parallelize are those of one process, from one random state."""
+    model, _ = _pipeline()
+    alone = Scaled()
+    for m in (model, alone):
+        torch.manual_seed(3)
+        for module in m.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        nn.init.orthogonal_(m.c.weight)
+        nn.init.normal_(m.a.bias)
+        nn.init.constant_(m.b.scale, 2.0)
+        m.d.bias.data[1:].uniform_()
+    return relative_error(wh.full_state_dict(model), dict(alone.state_dict()))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.matrix(keep=0)
+def test_values_may_be_drawn_again(n: int) -> None:
+    assert max(world(n, _drawn_again)) == 0.0
+
+
 def _saved_as_they_are(rank: int, n: int, path: str) -> str:
     model, _ = _pipeline()
     with pytest.raises((ValueError, wh.CheckpointError)) as caught:  # safetensors' own: "a non contiguous tensor"

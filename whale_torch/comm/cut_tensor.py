@@ -164,6 +164,10 @@ _NEEDS_VALUES = {
 }
 _WRITES = {f"__i{operator}__" for operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 _WRITES.add("__setitem__")
+_DRAWS = {
+    *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "geometric_", "log_normal_"),
+    *("kaiming_uniform_", "dropout_", "alpha_dropout_"),
+}
 _WRITES_NO_VALUES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 
 
@@ -194,6 +198,8 @@ def _compute_absent(
     if not all(map(_is_absent, written)) or any(map(_mixes, args)):
         raise refuse_to_read(absent)
     if written and name != "__set__":
+        if name in _DRAWS:
+            _draw_in_vain(func, args, kwargs)
         return written[0] if len(written) == 1 else tuple(written)
     with torch._C.DisableTorchFunctionSubclass():
         try:
@@ -215,6 +221,16 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
         return [args[0] if args else next(iter(kwargs.values()))]
     out = kwargs.get("out")
     return list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
+
+
+@torch.no_grad()
+def _draw_in_vain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Draws for what is not here, and drops it: the random state goes on as on the rank that holds it."""
+
+    def here(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device) if _is_absent(x) else x
+
+    func(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
 
 
 def _chooses_by_values(name: str, args: tuple[Any, ...]) -> bool:
