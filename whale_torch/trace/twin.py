@@ -70,9 +70,14 @@ class Twin:
         """Takes over what may change between forwards: which modules train, which parameters are frozen, dtypes, and
         plain attributes. The model has the modules and parameters that it was copied with."""
         exchanged: dict[int, Tensor] = {}
+        memo: dict[int, Any] = {}
+        for mine, theirs in zip(self.module.modules(), model.modules(), strict=True):
+            memo[id(theirs)] = mine
+            for held, given in ((mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)):
+                memo |= {id(x): held[key] for key, x in given.items() if key in held and x is not None}
         for mine, theirs in zip(self.module.modules(), model.modules(), strict=True):
             mine.training = theirs.training
-            follow(mine, theirs)
+            follow(mine, theirs, memo)
             for held, given in ((mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)):
                 for key, x in given.items():
                     self._convert(held, key, x, exchanged)
