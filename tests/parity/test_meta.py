@@ -371,6 +371,7 @@ def _differently(rank: int, n: int, options: dict[str, Any]) -> None:
     ],
     ids=["weights", "init_fn", "seed", "balance"],
 )
+@pytest.mark.matrix(keep=1)
 def test_ranks_that_are_given_other_arguments(options: dict[str, Any], text: str) -> None:
     for found in outcomes(2, _differently, options):
         assert isinstance(found.error, PlanError) and text in str(found.error), found
