@@ -108,7 +108,8 @@ class Twin:
                 shape = (*x.shape[:dim], rows, *x.shape[dim + 1 :])
                 with self.fake:
                     return torch.empty(shape, dtype=x.dtype, device=self.device)
-            return self.fake.from_tensor(x.detach()).to(self.device)
+            seen = x.clone() if x.is_inference() else x.detach()
+            return self.fake.from_tensor(seen).to(self.device)
 
         return map_leaves(args, like)
 
