@@ -54,8 +54,8 @@ PRIVATE_TORCH = {
     "torch._subclasses.fake_tensor.FakeTensorMode": {"trace"},
     "torch._subclasses.fake_tensor.DataDependentOutputException": {"trace"},
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": {"trace"},
-    # Documented under this name; sees which operations draw random numbers.
-    "torch.utils._python_dispatch.TorchDispatchMode": {"trace", "strategies"},
+    # Documented under this name; sees which operations draw random numbers or write.
+    "torch.utils._python_dispatch.TorchDispatchMode": {"trace", "strategies", "profiling"},
     # Whether a checkpoint's hooks are on, which a recording would lose.
     "torch._C._autograd._top_saved_tensors_default_hooks": {"trace"},
     # Inside a module that stays whole its own tensor subclasses see no functions.

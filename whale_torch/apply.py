@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -125,7 +125,8 @@ def parallelize(
     """
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
     mesh = _explained(lambda: start(device, seconds))
-    made = _decide(model, mesh, cluster, plan, default, sample_inputs)
+    given = {"seed": str(seed), "init_fn": _some(init_fn), "weights": _some(weights)}
+    made = _decide(model, mesh, cluster, plan, default, sample_inputs, given)
     _together(mesh, lambda: check_batch_norm(model, made))
     reader = _together(mesh, lambda: BatchReader(model, made.batch_dim, items=made.pipeline is None))
     programs = None if made.pipeline is None else _together(mesh, lambda: Programs(model, made, mesh.device))
@@ -141,7 +142,7 @@ def parallelize(
         places.note(built)
     attach_state_hooks(model)
     if state is not None:
-        load_weights(model, state)
+        _together(mesh, lambda: load_weights(model, state), CheckpointError)
     if places is None:
         model.to(mesh.device)
     place_whole_parameters(model, mesh)
@@ -255,8 +256,12 @@ def _decide(
     saved: Plan | None,
     default: Scope | None,
     sample_inputs: object,
+    arguments: Mapping[str, str],
 ) -> Plan:
-    """The plan, checked against the ranks that run and equal on all of them."""
+    """The plan, checked against the ranks that run and equal on all of them.
+
+    arguments: others of wh.parallelize that have to be the same on all ranks.
+    """
 
     def measure() -> dict[str, float] | None:
         _check_first_time(model)
@@ -264,7 +269,9 @@ def _decide(
         return None if saved is not None else _seconds(model, default, sample_inputs, mesh.device)
 
     own = _together(mesh, measure)
-    seconds = None if own is None else mean_seconds(_from_all(mesh, own))
+    told = _from_all(mesh, (own, arguments))
+    _refuse_other_arguments([{**given, "balance": "modelled" if of is None else "measured"} for of, given in told])
+    seconds = None if own is None else mean_seconds([of for of, _ in told if of is not None])
 
     def decide() -> Plan:
         measured = mesh.cluster
@@ -319,6 +326,23 @@ def _refuse_others(mesh: Mesh, decided: str, what: str, model: nn.Module, sample
         fix="build the same model with the same scopes on every rank; "
         "compare print(wh.plan(model, cluster=...)) of two ranks",
     )
+
+
+def _refuse_other_arguments(told: Sequence[Mapping[str, str]]) -> None:
+    """Raises PlanError, on every rank, where one was given other arguments than rank 0."""
+    for name, first in told[0].items():
+        odd = [rank for rank, given in enumerate(told) if given[name] != first]
+        if odd:
+            raise PlanError(
+                f"ranks disagree on {name}: {told[odd[0]][name]} on rank {odd[0]}, {first} on rank 0.",
+                ranks=odd,
+                fix="give every rank the same arguments of wh.parallelize, and its model the same scopes; of weights a "
+                "rank reads what it keeps",
+            )
+
+
+def _some(value: object) -> str:
+    return "none" if value is None else "some"
 
 
 def _shapes(sample_inputs: object) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import whale_torch as wh
 from tests.parity.layouts import LAYOUTS, Net, backward, batch, build, mine, step
 from tests.parity.metric import relative_error
-from tests.world import world
+from tests.world import outcomes, world
 from whale_torch.errors import CheckpointError, PlanError
 
 BAR = 2e-5
@@ -326,6 +326,10 @@ def given(rank: int, n: int, path: str, layout: str) -> dict[str, Tensor]:
     for fault, text in (
         ({"head.weight": torch.zeros(2, 8)}, r"head.weight has shape \(2, 8\), the model \(11, 8\)"),
         ({"tail": torch.zeros(1)}, "unexpected tail"),
+        ({3: torch.zeros(1)}, "unexpected 3"),
+        ({"head.weight": None}, "head.weight is a NoneType, not a tensor"),
+        ({"head.weight": state["head.weight"].to("meta")}, "head.weight is on the meta device, without values"),
+        ({"head.weight": state["head.weight"].to_sparse()}, "head.weight is torch.sparse_coo"),
     ):
         with torch.device("meta"):
             model = Net(layout)
@@ -345,6 +349,32 @@ def test_plain_weights_at_build(layout: str, n: int, tmp_path: Path) -> None:
     for found in world(n, given, path, layout):
         for key, value in found.items():
             assert torch.equal(value, expected[key.partition(" ")[2]]), key
+
+
+def _differently(rank: int, n: int, options: dict[str, Any]) -> None:
+    """The second rank is given other arguments, or another scope."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if "balance" in options:
+        wh.parallelize(
+            wh.pipeline(model, num_stages=2, **options if rank else {}), sample_inputs=torch.zeros(4, 4), timeout=10.0
+        )
+    wh.parallelize(model.to("meta"), timeout=10.0, **options if rank else {})
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"weights": {}}, "ranks disagree on weights: some on rank 1, none on rank 0"),
+        ({"init_fn": nn.Linear.reset_parameters}, "ranks disagree on init_fn: some on rank 1, none on rank 0"),
+        ({"seed": 1}, "ranks disagree on seed: 1 on rank 1, 0 on rank 0"),
+        ({"balance": "measured"}, "ranks disagree on balance: measured on rank 1, modelled on rank 0"),
+    ],
+    ids=["weights", "init_fn", "seed", "balance"],
+)
+@pytest.mark.matrix(keep=1)
+def test_ranks_that_are_given_other_arguments(options: dict[str, Any], text: str) -> None:
+    for found in outcomes(2, _differently, options):
+        assert isinstance(found.error, PlanError) and text in str(found.error), found
 
 
 def test_weights_leave_what_no_checkpoint_holds_to_the_initialiser() -> None:

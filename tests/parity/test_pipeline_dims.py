@@ -98,10 +98,10 @@ def test_samples_along_the_dims_that_names_say(n: int, rows: list[int], by: str,
     assert max(max(errors) for errors in world(n, _errors, rows, by, planned)) < 2e-5
 
 
-def _call(rank: int, n: int, names: Any) -> None:
+def _call(rank: int, n: int, names: Any, rows: int = 3) -> None:
     model = _annotated(names)
     wh.parallelize(model)
-    model(**_batch(3))
+    model(**_batch(rows))
 
 
 @pytest.mark.parametrize(
@@ -152,3 +152,46 @@ def test_a_mask_as_long_as_the_batch_by_accident_is_found() -> None:
     with pytest.raises(wh.TraceError, match="the forward fails on a micro-batch of 2 samples of 4: ") as caught:
         world(2, _by_accident)
     assert "batch_dim" in str(caught.value.fix)
+    model = wh.annotate(First(), {name: wh.stage() for name in "ab"}, inside=wh.pipeline(num_micro_batches=2))
+    with pytest.raises(wh.PlanError, match=r"fails on these sample_inputs: .* \(on 2 of 4 samples\)") as planned:
+        wh.plan(model, sample_inputs=(torch.randn(4, 4, WIDTH), torch.rand(4, 4)))
+    assert "batch_dim" in str(planned.value.fix)
+
+
+class Free(nn.Module):
+    """Any number of tables (T, B), and a keyword behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *tables: Tensor, scale: Tensor | None = None) -> Tensor:
+        h = self.b(self.a(x) + sum(table.sum(0).unsqueeze(1) for table in tables))
+        return h.square().mean() if scale is None else (h * scale).square().mean()
+
+
+def _free(rank: int, n: int, names: Any, by: str) -> float:
+    torch.manual_seed(0)
+    alone, model = Free(), Free()
+    model.load_state_dict(alone.state_dict())
+    inside = (
+        wh.replica(**{"batch_dim": names} if by == "replica" else {}),
+        wh.pipeline(**{} if by == "replica" else {"batch_dim": names}),
+    )
+    wh.annotate(model, {name: wh.stage() for name in "ab"}, inside=inside)
+    wh.parallelize(model)
+    torch.manual_seed(1)
+    batch = torch.randn(5, WIDTH), torch.randn(2, 5), torch.randn(3, 5), torch.randn(4, 5)
+    return abs(model(*batch, scale=torch.ones(WIDTH)).item() - alone(*batch, scale=torch.ones(WIDTH)).item())
+
+
+@pytest.mark.parametrize("by", ["pipeline", "replica"])
+def test_all_that_a_star_takes_has_its_name(by: str) -> None:
+    assert world(1, _free, {"x": 0, "tables": 1, "scale": None}, by)[0] < 2e-5
+
+
+def test_a_forward_that_fails_on_a_part_says_so_whatever_it_raises() -> None:
+    with pytest.raises(
+        wh.TraceError, match="the forward fails on a micro-batch of 1 samples of 4: Expected input batch"
+    ):
+        world(1, _call, NAMES | {"x": None, "tables": None, "mask": None}, 4)

@@ -56,6 +56,39 @@ def _broken(rank: int, n: int, how: str) -> None:
     loss.backward()
 
 
+class _Tied(nn.Module):
+    """The first stage has a weight in common with the last, which breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(self.b(self.a(x)).relu()).square().mean()
+        return out
+
+
+def _breaks_a_tie(rank: int, n: int, stage: str) -> None:
+    model = _Tied()
+    wh.annotate(model, {name: wh.stage() for name in "abc"}, inside=(wh.replica(), wh.pipeline()))
+    wh.parallelize(model, timeout=30.0)
+    model(torch.randn(4, WIDTH)).backward()
+    if rank == (0 if stage == "a" else n - 1):
+        model.get_submodule(stage).register_forward_pre_hook(lambda *_: _refuse(torch.ones(())))
+    model(torch.randn(4, WIDTH)).backward()
+
+
+@pytest.mark.parametrize(("n", "stage"), [(3, "a"), (3, "c"), (6, "c")])
+@pytest.mark.matrix(keep=0)
+def test_a_tie_makes_no_error_wait(n: int, stage: str) -> None:
+    """Ranks that wait for each other's messages come to no reduction."""
+    ended = outcomes(n, _breaks_a_tie, stage, timeout=60.0)
+    assert max(outcome.seconds for outcome in ended) < LONG + START
+    assert isinstance(ended[0 if stage == "a" else n - 1].error, ValueError)
+    assert sum(isinstance(outcome.error, CommError) for outcome in ended) == n - 1
+
+
 def _said(outcome: Outcome) -> str:
     return "" if outcome.error is None else str(outcome.error)
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import collections
 import copy
+import enum
+import functools
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -316,6 +320,13 @@ class _BackwardHook(_Hooked):
         self.inner.register_full_backward_hook(lambda module, grads, given: None)
 
 
+class _Marks(Chain):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.a(x)
+        self.b.seen = True
+        return F.cross_entropy(self.d(self.c(self.b(h))), y)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "counts": (_Counts, "the forward changes the attribute 'calls' of the model between stages"),
     "remembers": (_Remembers, "the forward changes the attribute 'mean' of the model between stages"),
@@ -323,6 +334,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "alias": (_Alias, "add_() changes an input of the model in place between stages"),
     "gradient hook": (_GradientHook, "register_hook() is called between stages, where it would be lost"),
     "data": (_Data, "a tensor's .data is set between stages, where it would be lost"),
+    "marks": (_Marks, "the forward changes the attribute 'seen' of module 'b' between stages"),
     "chance": (_Chance, "the forward draws random numbers of Python's or numpy's between stages"),
     "deque": (_Deque, "a deque that holds tensors"),
     "borrows": (_Borrows, "module 'd' uses the parameter 'a.weight', which is none of its own"),
@@ -393,4 +405,94 @@ def _given(rank: int, n: int) -> dict[str, float]:
 @pytest.mark.matrix(keep=1)
 def test_outputs_of_any_form_are_those_of_the_whole_batch(n: int) -> None:
     for found in world(n, _given):
+        assert max(found.values()) < BAR, found
+
+
+class _Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class _Times(_Slots):
+    """A function with a state."""
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return h * self.value
+
+
+class _Mode(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+class _Reads(Chain):
+    """Glue that reads settings of all kinds, each in its turn."""
+
+    shared = 1.0
+
+    def __init__(self, read: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        inner = SimpleNamespace(value=1.0)
+        self.config = SimpleNamespace(value=1.0, inner=SimpleNamespace(inner=SimpleNamespace(inner=inner)))
+        self.slots, self.times, self.mode = _Slots(1.0), _Times(1.0), _Mode.ONE
+        self.leaky: Any = functools.partial(F.leaky_relu, negative_slope=0.5)
+        self.array, self.numbers, self.last = numpy.ones(3000), {1, 2}, collections.deque([1.0])
+        self.gone, self.a.gain, self.read = 3.0, 1.0, read
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.read(self, self.a(x))
+        return F.cross_entropy(self.d(self.c(self.b(h))), y)
+
+
+READ: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], object]]] = {
+    "a configuration": (lambda m, h: h * m.config.value, lambda m: setattr(m.config, "value", 2.0)),
+    "deep in it": (
+        lambda m, h: h * m.config.inner.inner.inner.value,
+        lambda m: setattr(m.config.inner.inner.inner, "value", 2.0),
+    ),
+    "slots": (lambda m, h: h * m.slots.value, lambda m: setattr(m.slots, "value", 2.0)),
+    "a callable": (lambda m, h: m.times(h), lambda m: setattr(m.times, "value", 2.0)),
+    "another callable": (lambda m, h: m.times(h), lambda m: setattr(m, "times", _Times(2.0))),
+    "a method": (lambda m, h: m.bound(h), lambda m: setattr(m, "bound", _Times(2.0).__call__)),
+    "a partial": (
+        lambda m, h: m.leaky(h),
+        lambda m: setattr(m, "leaky", functools.partial(F.leaky_relu, negative_slope=0.1)),
+    ),
+    "an enum": (lambda m, h: h * m.mode.value, lambda m: setattr(m, "mode", _Mode.TWO)),
+    "an array": (lambda m, h: h * float(m.array[1500]), lambda m: m.array.__setitem__(1500, 2.0)),
+    "a set": (lambda m, h: h * len(m.numbers), lambda m: m.numbers.add(3)),
+    "a deque": (lambda m, h: h * m.last[0], lambda m: m.last.appendleft(2.0)),
+    "of a stage's module": (lambda m, h: h * m.a.gain, lambda m: setattr(m.a, "gain", 2.0)),
+    "a class's": (lambda m, h: h * m.shared, lambda m: setattr(_Reads, "shared", _Reads.shared + 1)),
+    "none before": (lambda m, h: h * getattr(m, "new", 1.0), lambda m: setattr(m, "new", 2.0)),
+    "none after": (lambda m, h: h * getattr(m, "gone", 1.0), lambda m: delattr(m, "gone")),
+}
+
+
+def _read(rank: int, n: int) -> dict[str, float]:
+    """The largest error of a loss after each setting was changed."""
+    found = {}
+    for name, (read, change) in READ.items():
+        torch.manual_seed(0)
+        alone = _Reads(read)
+        alone.bound = _Times(1.0).__call__
+        model = _parallel(copy.deepcopy(alone), ("a", "b", "c", "d"), num_micro_batches=2)
+        batch = torch.randn(4, WIDTH), torch.zeros(4, dtype=torch.int64)
+        found[name] = 0.0
+        for step in range(3):
+            difference = model(*batch) - alone(*batch)
+            found[name] = max(found[name], float(difference.detach().abs()))
+            if step == 0:
+                for changed in (model, alone)[: 1 if name == "a class's" else 2]:
+                    change(changed)
+    assert _Mode.ONE.value == 1 and _Mode.TWO.value == 2
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.matrix(keep=1)
+def test_settings_that_glue_reads_may_change(n: int) -> None:
+    for found in world(n, _read):
         assert max(found.values()) < BAR, found

@@ -82,11 +82,11 @@ def test_an_optimizer_that_reads_whole_parameters_steps_on_those_of_a_stage(n: i
     assert max(world(n, _adafactor)) < 1e-4
 
 
-def _accumulated(rank: int, n: int, how: str, **options: Any) -> float:
-    both = _Both(rank, **options)
+def _accumulated(rank: int, n: int, how: str, name: str = "chain", **options: Any) -> float:
+    both = _Both(rank, name, **options)
     for number in range(3):
         mine, whole = both.batch()
-        if how == "no_sync" and number < 2:
+        if (how == "no_sync" and number < 2) or (how == "no_sync between" and number == 1):
             with wh.no_sync(both.model):
                 both.model(**mine).backward()
         elif how == "scaled":
@@ -102,11 +102,12 @@ def _accumulated(rank: int, n: int, how: str, **options: Any) -> float:
     return both.error()
 
 
-@pytest.mark.parametrize("how", ["plain", "no_sync", "scaled", "zero between"])
+@pytest.mark.parametrize("how", ["plain", "no_sync", "no_sync between", "scaled", "zero between"])
+@pytest.mark.parametrize("name", ["chain", "tied"])
 @pytest.mark.parametrize("n", [2, 4, 8])
 @pytest.mark.matrix(keep=1)
-def test_gradients_accumulate(how: str, n: int) -> None:
-    assert max(world(n, _accumulated, how)) < BAR
+def test_gradients_accumulate(how: str, name: str, n: int) -> None:
+    assert max(world(n, _accumulated, how, name)) < BAR
 
 
 def _together(rank: int, n: int) -> float:

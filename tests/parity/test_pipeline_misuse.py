@@ -388,3 +388,25 @@ def _whole_model(rank: int, n: int) -> float:
 
 def test_a_whole_model_may_be_one_stage() -> None:
     assert max(world(1, _whole_model)) < 1e-6
+
+
+class _Outside(Chain):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.features(x)
+
+
+def _differentiated_twice(rank: int, n: int, make: Any) -> None:
+    """A penalty on one loss's gradients, added to another loss."""
+    model = _parallel(make())
+    first, second = model(*_features()).mean(), model(*_features()).mean()
+    own = [p for p in model.parameters() if p._whale_place.held]
+    slopes = torch.autograd.grad(first, own, create_graph=True)
+    (second + sum(slope.square().sum() for slope in slopes)).backward()
+
+
+@pytest.mark.parametrize("make", [Chain, _Outside])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.matrix(keep=0)
+def test_a_penalty_on_gradients_is_not_lost_silently(n: int, make: Any) -> None:
+    with pytest.raises(wh.LossError, match="with create_graph=True"):
+        world(n, _differentiated_twice, make)

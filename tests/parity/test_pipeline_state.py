@@ -82,6 +82,17 @@ def _ways(model: Any, optimizer: Any, path: str) -> dict[str, Callable[[], Any]]
         "all close": lambda: [torch.allclose(p, p) for p in parameters],
         "norms together": lambda: torch._foreach_norm(parameters),
         "copied into": lambda: torch.zeros(8, 8).copy_(model.a.weight) + torch.zeros(5, 8).copy_(model.d.weight),
+        "values and where": lambda: [p.max(0).values.sum() for p in parameters if p.dim()],
+        "sorted": lambda: torch.save([p.sort() for p in parameters], io.BytesIO()),
+        "a decomposition": lambda: [torch.linalg.qr(p).R.norm() for p in parameters if p.dim() > 1],
+        "how many": lambda: [len(p.nonzero()) for p in parameters],
+        "which": lambda: [p[p > 0].numel() for p in parameters],
+        "how many different": lambda: [torch.unique(p).numel() + p.unique().numel() for p in parameters],
+        "where": lambda: [torch.where(p > 0) for p in parameters],
+        "a vector written into": lambda: nn.utils.parameters_to_vector(parameters).mul_(0.5),
+        "singular values": lambda: [torch.linalg.svdvals(p) for p in parameters if p.dim() > 1],
+        "given as out": lambda: [torch.add(p.data, 1, out=torch.zeros(p.shape)) for p in parameters],
+        "copied together": lambda: torch._foreach_copy_([torch.zeros(p.shape) for p in parameters], parameters),
         "assigned to": lambda: [_assign(torch.zeros(p.shape), p) for p in parameters],
         "added to": lambda: [torch.zeros(p.shape).add_(p) for p in parameters],
     }
@@ -116,6 +127,63 @@ def test_what_another_rank_holds_is_not_taken_for_zeros(tmp_path: Path) -> None:
             else:
                 assert f"this rank ({rank}) has no values of it" in text, (rank, way, text)
                 assert "wh.full_state_dict(model)" in text
+
+
+def _past_torch(rank: int, n: int) -> None:
+    """What torch does not ask a class of tensors about gives no zeros either."""
+    model, _ = _pipeline()
+    for p in model.parameters():
+        target = nn.Parameter(torch.zeros(p.shape))
+        target.data = p.data
+        for value in (torch.Tensor(p), target.detach()):
+            assert value.isnan().all() != p._whale_place.held
+
+
+@pytest.mark.parametrize("n", [2])
+@pytest.mark.matrix(keep=0)
+def test_what_reaches_the_memory_of_others_finds_no_numbers(n: int) -> None:
+    world(n, _past_torch)
+
+
+def _asked_for(rank: int, n: int) -> float:
+    """A step by hand, with torch.autograd.grad, beside one process."""
+    model, batch = _pipeline()
+    alone: Any = Scaled()
+    alone.load_state_dict(wh.full_state_dict(model))
+    for m in (model.eval(), alone.eval()):  # BatchNorm as it is
+        parameters = list(m.parameters())
+        for p, grad in zip(parameters, torch.autograd.grad(m(**batch), parameters, allow_unused=True), strict=True):
+            if grad is not None:
+                p.data.sub_(0.1 * grad)
+    return relative_error(wh.full_state_dict(model), dict(alone.state_dict()))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.matrix(keep=0)
+def test_gradients_may_be_asked_for(n: int) -> None:
+    assert max(world(n, _asked_for)) < 1e-5
+
+
+def _drawn_again(rank: int, n: int) -> float:
+    """New first values after wh.parallelize are those of one process, from one random state."""
+    model, _ = _pipeline()
+    alone = Scaled()
+    for m in (model, alone):
+        torch.manual_seed(3)
+        for module in m.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        nn.init.orthogonal_(m.c.weight)
+        nn.init.normal_(m.a.bias)
+        nn.init.constant_(m.b.scale, 2.0)
+        m.d.bias.data[1:].uniform_()
+    return relative_error(wh.full_state_dict(model), dict(alone.state_dict()))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.matrix(keep=0)
+def test_values_may_be_drawn_again(n: int) -> None:
+    assert max(world(n, _drawn_again)) == 0.0
 
 
 def _saved_as_they_are(rank: int, n: int, path: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.pipelining import schedules as peer
@@ -393,6 +395,21 @@ def test_a_table_of_ones_own() -> None:
         validate(pairs, max_in_flight=[2, 2, 2])
     with pytest.raises(PlanError, match=r"rank 0, position 1: F0\.1 is outside stages 0 to 1 and micro-batches 0 to 0"):
         validate(Schedule("mine", 2, 1, 2, pairs.table))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_stages": None}, r"its num_stages is None"),
+        ({"num_ranks": 1.0}, r"its num_ranks is 1\.0"),
+        ({"table": ((("F", 0, 0), ("B", 0, 0)),)}, r"rank 0, position 0: \('F', 0, 0\) is no action"),
+        ({"table": ((Action("F", 0, 0), Action("B", -1, 0)),)}, r"position 1: Action\(.* is no action"),
+        ({"table": ((Action("F", 0, 0), Action("X", 0, 0)),)}, r"position 1: Action\(.* is no action"),
+    ],
+)
+def test_mistakes_in_a_schedule_made_by_hand(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        validate(replace(from_table(["F0.0 B0.0"]), **change))
 
 
 def test_counts_that_make_no_pipeline() -> None:

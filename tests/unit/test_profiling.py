@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import UserDict
 from typing import Any
 
 import pytest
@@ -103,6 +105,64 @@ def test_what_cannot_be_measured_raises() -> None:
             wh.plan(nn.Sequential(staged), sample_inputs=samples)
         with pytest.raises(wh.PlanError, match=r"wh\.pipeline\(balance='measured'\) holds no wh\.stage\(\)"):
             wh.plan(wh.pipeline(net(), balance="measured"), sample_inputs=samples)
+
+
+class _Stop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("no way back")
+
+
+class Odd(nn.Module):
+    """forward: of the layer and its input."""
+
+    def __init__(self, forward: Any):
+        super().__init__()
+        self.linear, self.run = nn.Linear(4, 4), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.run(self.linear, x)
+        return out
+
+
+def _writes(linear: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_mul_([linear.bias], 2.0)
+    return linear(x)
+
+
+def test_modules_that_do_not_run_by_themselves_or_change_the_model_are_named() -> None:
+    def odd(run: Any) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), Odd(run), nn.Linear(4, 4))
+
+    with pytest.raises(wh.PlanError, match=r"module '1' fails when it is run by itself, .*: ValueError: no way back"):
+        stages(odd(lambda linear, x: _Stop.apply(linear(x))), balance="measured")
+    model: Any = odd(_writes)
+    before = model[1].linear.bias.detach().clone()
+    with pytest.raises(wh.PlanError, match=r"a forward writes into the parameter '1\.linear\.bias'"):
+        stages(model, balance="measured")
+    assert torch.equal(model[1].linear.bias, before)
+    for options in ({}, {"balance": "measured"}):
+        model = odd(lambda linear, x: linear(x))
+        model.lock = threading.Lock()
+        with pytest.raises(wh.TraceError, match=r"this Sequential cannot be copied: TypeError: .*lock"):
+            stages(model, **options)
+
+
+def test_what_samples_may_be() -> None:
+    with torch.inference_mode():
+        inputs = torch.ones(4, 4)
+    for samples in (inputs, UserDict(input=torch.ones(4, 4))):
+        plan = wh.plan(
+            wh.pipeline(net(), num_stages=2, balance="measured"), cluster=wh.Cluster.of(1, 2), sample_inputs=samples
+        )
+        assert plan.pipeline is not None and plan.pipeline.stages[0] == ("0",)
+    with pytest.raises(wh.PlanError, match="sample_inputs of 0 samples"):
+        wh.plan(wh.pipeline(net(), num_stages=2), sample_inputs=torch.ones(0, 4))
 
 
 def _trained(rank: int, n: int) -> Any:

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.metric import relative_error
+from whale_torch.errors import LossError
 from whale_torch.strategies.pipeline.weight_store import WeightStore
 
 WIDTH = 6
@@ -223,3 +224,15 @@ def test_what_is_wrong_inside_leaves_no_trace() -> None:
         store.begin(0, 0)
         model(torch.randn(2, WIDTH + 1))
     assert "forward" not in model[0].__dict__
+
+
+def test_what_was_written_into_in_between_is_noticed() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    store, state = WeightStore([model], {(0, 3)}), torch.randn(2, WIDTH)
+    with store.in_place():
+        store.begin(0, 3)
+        model(state).sum().backward()
+        state.mul_(0.5)
+        with pytest.raises(LossError, match=r"a linear layer of 6 to 6 features in stage 0 .* of micro-batch 3's"):
+            store.finish(0, 3)
+    assert model.weight.grad is None

@@ -43,8 +43,8 @@ def read_weights(weights: Weights, model: nn.Module) -> Mapping[str, Any]:
         given = weights.get(key)
         if isinstance(given, CutTensor):
             faults.append(f"{key} is one rank's part")
-        elif isinstance(value, Tensor) and isinstance(given, Tensor) and given.shape != value.shape:
-            faults.append(f"{key} has shape {tuple(given.shape)}, the model {tuple(value.shape)}")
+        elif isinstance(value, Tensor) and key in weights:
+            faults.append(_misfit(key, value, given))
     faults = [fault for fault in faults if fault]
     if faults:
         raise CheckpointError(
@@ -55,12 +55,21 @@ def read_weights(weights: Weights, model: nn.Module) -> Mapping[str, Any]:
     return weights
 
 
+def _misfit(key: str, value: Tensor, given: Any) -> str:
+    """What keeps a value from being copied into a tensor of the model, "" where nothing does."""
+    if not isinstance(given, Tensor):
+        return f"{key} is a {type(given).__name__}, not a tensor"
+    if given.shape != value.shape:
+        return f"{key} has shape {tuple(given.shape)}, the model {tuple(value.shape)}"
+    if given.is_meta or given.layout is not value.layout:
+        return f"{key} " + ("is on the meta device, without values" if given.is_meta else f"is {given.layout}")
+    return ""
+
+
 def _opened(path: str | os.PathLike[str]) -> Any:
-    return (
-        SafeTensors(path)
-        if is_safetensors(path)
-        else torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    )
+    if is_safetensors(path):
+        return SafeTensors(path)
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 class _WithTies(Mapping[str, Any]):
@@ -107,4 +116,4 @@ def _listed(how: str, keys: list[str]) -> str:
     if not keys:
         return ""
     more = f", and {len(keys) - _MOST} more" if len(keys) > _MOST else ""
-    return f"{how} {', '.join(keys[:_MOST])}{more}"
+    return f"{how} {', '.join(map(str, keys[:_MOST]))}{more}"

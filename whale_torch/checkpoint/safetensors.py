@@ -26,7 +26,7 @@ def is_safetensors(path: str | os.PathLike[str]) -> bool:
 class SafeTensors(Mapping[str, Tensor]):
     """The tensors of a file, or of all files that an index names.
 
-    Raises CheckpointError for a file that is not of the format.
+    Raises CheckpointError for a file, or an index, that is not of the format or not there.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -34,9 +34,9 @@ class SafeTensors(Mapping[str, Tensor]):
         for file in _files(Path(path)):
             try:
                 opened = safe_open(file, framework="pt")
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"{file} cannot be read as safetensors: {error}.", fix="write it again"
+                    f"{file} cannot be read as safetensors: {error}.", fix="write it again, or give another path"
                 ) from error
             self._files |= dict.fromkeys(opened.keys(), opened)  # type: ignore[no-untyped-call]
 
@@ -54,5 +54,11 @@ class SafeTensors(Mapping[str, Tensor]):
 def _files(path: Path) -> list[Path]:
     if not path.name.endswith(_INDEX):
         return [path]
-    names = json.loads(path.read_text())["weight_map"].values()
+    try:
+        names = list(json.loads(path.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as an index of safetensors files: {type(error).__name__}: {error}.",
+            fix='write {"weight_map": {name of a tensor: name of its file}}, or give one file\'s path',
+        ) from error
     return [path.parent / name for name in dict.fromkeys(names)]

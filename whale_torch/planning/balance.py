@@ -65,10 +65,14 @@ def balanced_stages(
     if measured is not None:
         names = _in_order([name for name in names if _is_called(name, measured.order)], measured.order)
     if len(names) < num_stages:
+        called = "" if measured is None else " that a forward calls"
         raise PlanError(
-            f"{scope.call} asks for {num_stages} stages, but the model has {len(names)} modules to make them of.",
+            f"{scope.call} asks for {num_stages} stages, but the model has {len(names)} modules{called} "
+            "to make them of.",
             where=scope.site,
-            fix=f"ask for {len(names)} stages at most, or say where to cut by wh.stage() scopes",
+            fix=f"ask for {len(names)} stages at most, or say where to cut by wh.stage() scopes"
+            if names
+            else "call the modules in the forward, rather than use their weights",
         )
     times = [time(name) for name in names]
     sizes = [sum(p.numel() * p.element_size() for p in modules[name].parameters()) for name in names]

@@ -24,7 +24,7 @@ def check_pipeline_scopes(graphs: Sequence[TaskGraph], scope: Annotation) -> Non
         raise PlanError(
             f"{scope.call}: balance says how a pipeline is cut by count, and this one has wh.stage() scopes.",
             where=scope.site,
-            fix="leave balance out, or say num_stages in place of the scopes",
+            fix="leave balance out, or say num_stages and leave wh.stage() scopes out",
         )
     for graph in graphs:
         _check_inner_replica(graph, scope)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,8 @@ __all__ = ["arguments", "check_busy", "count_rows", "record_step"]
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Sample inputs as the arguments of a call: a tensor, a tuple of positional or a dict of named ones."""
-    if isinstance(inputs, dict):
-        return (), inputs
+    if isinstance(inputs, Mapping):  # a tokenizer's are no dict
+        return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
@@ -45,11 +45,17 @@ def record_step(
     """The pipeline with what a step on these inputs computes and moves, and which stages use a parameter.
 
     batch_dim: where inputs have samples. graphs: what runs how. The model is left alone. Raises TraceError for a
-    forward that cannot be recorded, PlanError for one that fails.
+    forward that cannot be recorded, PlanError for one that fails, and for inputs without samples.
     """
     args, kwargs = arguments(inputs)
     sample_dims = SampleDims(model, batch_dim, where=pipeline.site)
     rows = sample_dims.count(args, kwargs)
+    if not rows:
+        raise PlanError(
+            "a pipeline was given sample_inputs of 0 samples, which show nothing of a step.",
+            where=pipeline.site,
+            fix="give those of one full batch",
+        )
     dims = sample_dims.of(args, kwargs, rows)
     sizes = Counter(micro_batch_rows(rows, pipeline.num_micro_batches))
     twin = Twin.of(model, torch.device("cpu"))
@@ -61,9 +67,9 @@ def record_step(
     leaf = leaf_of(pipeline, sliced)
     programs: tuple[StageProgram, ...] = ()
     for size, times in sizes.items():
-        graph = _record(twin, args, kwargs, leaf, dims, size, pipeline.site)
+        graph = _record(twin, args, kwargs, leaf, dims, size, rows, pipeline.site)
         if sliced:
-            other = _record(twin, args, kwargs, leaf, dims, other_number(size), pipeline.site)
+            other = _record(twin, args, kwargs, leaf, dims, other_number(size), rows, pipeline.site)
             mark_slices(graph, other, sliced.__contains__, size)
         wanted, has_loss = _results(graph)
         programs = cut(graph, wanted, pipeline.num_stages)
@@ -97,20 +103,23 @@ def _flops(names: Sequence[str], measured: Measured) -> int:
 
 
 def _record(
-    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Leaf, dims: Dims, rows: int, site: str
+    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Leaf, dims: Dims, rows: int, whole: int, site: str
 ) -> Graph:
-    """A forward of a training step on one micro-batch."""
+    """A forward of a training step on one micro-batch, of so many rows of a whole batch's."""
     try:
         with torch.enable_grad():
             return record(twin, args, kwargs, leaf, dims=dims, rows=rows)
     except WhaleError:
         raise
     except Exception as error:  # the model is the user's
+        part = "" if rows == whole else f" (on {rows} of {whole} samples)" if rows < whole else f" (on {rows} samples)"
+        names = "" if rows == whole else "; where an input has no samples say so: wh.pipeline(batch_dim={...})"
         raise PlanError(
             f"a pipeline is cut where a forward is recorded, which fails on these sample_inputs: "
-            f"{type(error).__name__}: {first_line(error)}",
+            f"{type(error).__name__}: {first_line(error)}{part}",
             where=site,
-            fix="give what the model can be called with: a tensor, a tuple of positional or a dict of named inputs",
+            fix="give what the model can be called with: a tensor, a tuple of positional or a dict of named inputs"
+            + names,
         ) from error
 
 

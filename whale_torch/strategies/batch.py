@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from whale_torch.comm.call import Batch
 from whale_torch.errors import LayoutError, PlanError
 from whale_torch.strategies.outputs import is_array, leaves_in
-from whale_torch.trace.sample_dims import BatchDim
+from whale_torch.trace.sample_dims import BatchDim, Inputs
 
 __all__ = ["BatchReader", "digest"]
 
@@ -40,7 +40,7 @@ class BatchReader:
 
     def _check_names(self, model: nn.Module, names: list[str]) -> None:
         parameters = inspect.signature(model.forward).parameters
-        self._places = {name: place for place, name in enumerate(parameters)}
+        self._inputs = Inputs(model)
         free = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         unknown = [name for name in names if name not in parameters and not free]
         if unknown or not self._named:
@@ -69,10 +69,9 @@ class BatchReader:
 
     def _count_named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
         found: dict[str, int] = {}
+        given = dict(self._inputs.named(args, kwargs))
         for name, dim in self._named or ():
-            place = self._places.get(name, len(args))
-            value = kwargs.get(name, args[place] if place < len(args) else None)
-            size = _size(value, dim, items=self._items)
+            size = _size(given.get(name), dim, items=self._items)
             if size is not None:
                 found[name] = size
         if not found:

@@ -3,48 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from whale_torch.capture import call_site
 from whale_torch.errors import TraceError
-from whale_torch.trace.graph import OF_TORCH, PLAIN, map_leaves
+from whale_torch.trace.forms import frozen
+from whale_torch.trace.graph import OF_TORCH, leaves_in
 
-__all__ = ["Settings", "Watch", "follow", "frozen", "hooks_of"]
+__all__ = ["Settings", "Watch", "follow", "hooks_of"]
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-_DEPTH = 4
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 _ABSENT = "absent"
 
 Read = tuple[str, str]
 """A module's name and an attribute's."""
-
-
-def frozen(value: Any, depth: int = 0, *, objects: bool = True) -> Any:
-    """What of a value a recording may depend on, to compare: of tensors their form. objects: also inside others."""
-    if isinstance(value, float):
-        return float, repr(value)  # equal to itself where it is no number
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return "tensor", tuple(value.shape), value.dtype
-    if isinstance(value, nn.Module) or depth > _DEPTH:
-        return None
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(frozen(item, depth + 1, objects=objects) for item in value)
-    if isinstance(value, dict):
-        return type(value), tuple((key, frozen(item, depth + 1, objects=objects)) for key, item in value.items())
-    if isinstance(value, _FUNCTIONS):
-        return id(value)
-    if callable(value) or not objects:
-        return type(value)
-    inside = getattr(value, "__dict__", None)
-    if inside is None:
-        return type(value), repr(value)
-    return type(value), tuple((key, frozen(item, depth + 2)) for key, item in inside.items())
 
 
 class Settings:
@@ -54,15 +30,26 @@ class Settings:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], reads: Iterable[Read], opened: Iterable[str]):
-        places = [(vars(modules[name]), key) for name, key in reads]
-        self._read = [(held, key, frozen(held.get(key, _ABSENT))) for held, key in places]
+        places = [(modules[name], key) for name, key in reads]
+        self._read = [(module, key, frozen(_now(module, key))) for module, key in places]
         self._hooks = [(module, hooks_of(module)) for module in (modules[name] for name in opened)]
 
     def hold(self) -> bool:
         """Whether nothing was changed since."""
-        return all(frozen(held.get(key, _ABSENT)) == value for held, key, value in self._read) and all(
-            hooks_of(module) == known for module, known in self._hooks
-        )
+        forms: dict[int, Any] = {}  # a configuration is often that of many modules
+        for module, key, before in self._read:
+            value = _now(module, key)
+            if id(value) not in forms:
+                forms[id(value)] = frozen(value)
+            if forms[id(value)] != before:
+                return False
+        return all(hooks_of(module) == known for module, known in self._hooks)
+
+
+def _now(module: nn.Module, key: str) -> Any:
+    """What a module has under a name, itself or by its class: not what a property gives, but the property."""
+    owners = (vars(module), *map(vars, type(module).__mro__))
+    return next((held[key] for held in owners if key in held), _ABSENT)
 
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
@@ -74,12 +61,13 @@ def hooks_of(module: nn.Module) -> tuple[int, ...]:
 class Watch:
     """Sees which attributes of modules glue reads, and refuses that it changes them.
 
-    names: of the modules, by id. in_glue: whether glue runs.
+    names: of the modules, by id. depth: of modules that are called whole, inside which no glue runs.
     """
 
-    def __init__(self, names: Mapping[int, str], in_glue: Callable[[], bool]):
+    def __init__(self, names: Mapping[int, str]):
         self.reads: dict[Read, Any] = {}
-        self._names, self._in_glue = names, in_glue
+        self.depth = 0
+        self._names = names
         self._classes: set[type[nn.Module]] = set()
         self._stack = contextlib.ExitStack()
 
@@ -92,7 +80,7 @@ class Watch:
                 self.add(module)
             yield
         for (name, key), before in self.reads.items():
-            if name in by_name and frozen(vars(by_name[name]).get(key, _ABSENT), objects=False) != before:
+            if name in by_name and frozen(_now(by_name[name], key), objects=False) != before:
                 self._refuse(name, key)
 
     def add(self, module: nn.Module) -> None:
@@ -104,13 +92,19 @@ class Watch:
         get, put = cls.__getattribute__, cls.__setattr__
 
         def read(this: nn.Module, key: str) -> Any:
-            value = get(this, key)
-            if key not in OF_TORCH and not key.startswith("__") and self._in_glue():
-                self._note(this, key, value)
+            if self.depth or key in OF_TORCH or key.startswith("__"):
+                return get(this, key)
+            try:
+                value = get(this, key)
+            except AttributeError:  # what is registered comes by __getattr__
+                if not any(key in this.__dict__.get(own, ()) for own in _REGISTERED):
+                    self._note(this, key, None)
+                raise
+            self._note(this, key, value)
             return value
 
         def write(this: nn.Module, key: str, value: Any) -> None:
-            if self._in_glue() and id(this) in self._names:
+            if not self.depth and id(this) in self._names:
                 before = this.__dict__.get(key, _ABSENT)
                 if isinstance(value, Tensor) or frozen(before) != frozen(value):
                     self._refuse(self._names[id(this)], key)
@@ -129,7 +123,7 @@ class Watch:
     def _note(self, module: nn.Module, key: str, value: Any) -> None:
         name = self._names.get(id(module))
         if name is not None and (name, key) not in self.reads and not _is_method(value, module):
-            self.reads[name, key] = frozen(value if key in vars(module) else _ABSENT, objects=False)
+            self.reads[name, key] = frozen(_now(module, key), objects=False)
 
     def _refuse(self, name: str, key: str) -> None:
         raise TraceError(
@@ -144,26 +138,28 @@ def _is_method(value: Any, module: nn.Module) -> bool:
     return getattr(value, "__self__", None) is module
 
 
-def follow(mine: nn.Module, theirs: nn.Module) -> None:
-    """Gives a module's copy the plain attributes that the module has now."""
-    held = mine.__dict__
-    for key, value in vars(theirs).items():
-        if key in OF_TORCH or key.startswith("_whale") or (key in held and frozen(held[key]) == frozen(value)):
-            continue
-        if isinstance(value, Tensor) or _is_plain(value):
-            held[key] = _copied(value)
-        elif key in held and hasattr(held[key], "__dict__") and not callable(value):  # a configuration
-            inside = getattr(value, "__dict__", {})
-            held[key].__dict__.update({name: _copied(item) for name, item in inside.items() if _is_plain(item)})
+def follow(mine: nn.Module, theirs: nn.Module, memo: dict[int, Any]) -> None:
+    """Gives a module's copy the plain attributes that the module has now.
+
+    memo: copies of what was met before, by id, as copy.deepcopy has it.
+    """
+    held, given = mine.__dict__, vars(theirs)
+    for key in [key for key in held if key not in given and _is_setting(key)]:
+        del held[key]
+    for key, value in given.items():
+        if _is_setting(key) and (key not in held or frozen(held[key]) != frozen(value)):
+            held[key] = _copied(value, memo)
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(isinstance(item, Tensor) or _is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(item, Tensor) or _is_plain(item) for item in value.values())
-    return isinstance(value, (*PLAIN, *_FUNCTIONS))
+def _is_setting(key: str) -> bool:
+    return key not in OF_TORCH and not key.startswith("_whale")
 
 
-def _copied(value: Any) -> Any:
-    return map_leaves(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    for x in leaves_in(value):
+        if isinstance(x, Tensor) and id(x) not in memo:  # torch refuses to copy what is part of a graph
+            memo[id(x)] = x.detach().clone()
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # whatever its class raises: then it is seen as it is
+        return value

@@ -78,7 +78,7 @@ def record(
         random_state_kept(),
         twin.fake,
         recorder.draws,
-        recorder.watch.over(recorder.taken_apart()),
+        recorder.watch.over(twin.module.modules()),
         patched(twin.module, recorder.call, recorder.apply),
         recorder,
     ):
@@ -125,17 +125,10 @@ class _Recorder(TorchFunctionMode):
         for x, kind, name in self.values.attributes.values():
             self.keep_unchanged(x, kind, name)
         self._parameters = {id(p): name for name, p in root.named_parameters()}
-        self.watch = Watch(self._names, lambda: not self._depth)
+        self.watch = Watch(self._names)
         self.opened: dict[str, None] = {}  # names of modules that were taken apart
-        self._depth = 0  # inside a module that is called whole
         self._opened: set[int] = set()
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-    def taken_apart(self) -> Iterator[nn.Module]:
-        """The modules whose own code is glue, as far as is known before."""
-        for name, module in self.root.named_modules():
-            if not isinstance(self._leaf(name, module), (int, str)) or not name:
-                yield module
 
     def keep_unchanged(self, x: Tensor, kind: str, name: Any) -> None:
         """Glue may not write into this tensor, nor into views of it."""
@@ -147,7 +140,7 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._depth:
+        if self.watch.depth:
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") == "__get__":
             return self._attribute(func, args)
@@ -215,7 +208,7 @@ class _Recorder(TorchFunctionMode):
 
     def apply(self, function: type[torch.autograd.Function], original: Callable[..., Any], args: Any) -> Any:
         """A custom autograd.Function in the glue is one Node: taken apart it would lose its backward."""
-        if self._depth:
+        if self.watch.depth:
             return original(*args)
         if function.__module__ == "torch.utils.checkpoint":
             raise TraceError(
@@ -236,7 +229,7 @@ class _Recorder(TorchFunctionMode):
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module's __call__."""
         name = self._names.get(id(module))
-        if self._depth or name is None or id(module) in self._opened:
+        if self.watch.depth or name is None or id(module) in self._opened:
             return original(module, *args, **kwargs)
         kind = self._leaf(name, module)
         if kind is None or isinstance(kind, Opened):
@@ -274,7 +267,6 @@ class _Recorder(TorchFunctionMode):
     def _note_opened(self, name: str, module: nn.Module) -> None:
         """A module's own code becomes glue."""
         self.opened[name] = None
-        self.watch.add(module)
         if module is not self.root and (module._backward_hooks or module._backward_pre_hooks):
             raise TraceError(
                 f"module '{name}' has a backward hook, and is taken apart: the code between its stages is recorded.",
@@ -316,11 +308,11 @@ class _Recorder(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        self._depth += 1
+        self.watch.depth += 1
         try:
             yield
         finally:
-            self._depth -= 1
+            self.watch.depth -= 1
 
 
 def _run(func: Callable[..., Any], args: Any, kwargs: Any, what: str) -> Any:

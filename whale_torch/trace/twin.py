@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from whale_torch.errors import TraceError
 from whale_torch.trace.graph import OF_TORCH, leaves_in, map_leaves
 from whale_torch.trace.sample_dims import Dims
 from whale_torch.trace.settings import follow
 from whale_torch.trace.tweaks import tweak
 
-__all__ = ["Twin"]
+__all__ = ["Twin", "copy_of"]
+
+
+def copy_of(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deepcopy. Raises TraceError for a model that cannot be copied."""
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, AttributeError, RuntimeError, pickle.PicklingError) as error:
+        raise TraceError(
+            f"a pipeline is planned on copies of its model, and this {type(model).__name__} cannot be copied: "
+            f"{type(error).__name__}: {error}",
+            fix="make what cannot be copied (a lock, a generator, a tensor with a graph) inside the forward, or give "
+            "its owner a __deepcopy__",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ class Twin:
             memo[id(buffer)] = like(buffer)
         for x in _computed(model):
             memo[id(x)] = like(x)
-        module = copy.deepcopy(model, memo)
+        module = copy_of(model, memo)
         tweak(module)
         return Twin(module, fake, device)
 
@@ -55,9 +70,14 @@ class Twin:
         """Takes over what may change between forwards: which modules train, which parameters are frozen, dtypes, and
         plain attributes. The model has the modules and parameters that it was copied with."""
         exchanged: dict[int, Tensor] = {}
+        memo: dict[int, Any] = {}
+        for mine, theirs in zip(self.module.modules(), model.modules(), strict=True):
+            memo[id(theirs)] = mine
+            for held, given in ((mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)):
+                memo |= {id(x): held[key] for key, x in given.items() if key in held and x is not None}
         for mine, theirs in zip(self.module.modules(), model.modules(), strict=True):
             mine.training = theirs.training
-            follow(mine, theirs)
+            follow(mine, theirs, memo)
             for held, given in ((mine._parameters, theirs._parameters), (mine._buffers, theirs._buffers)):
                 for key, x in given.items():
                     self._convert(held, key, x, exchanged)
@@ -88,7 +108,8 @@ class Twin:
                 shape = (*x.shape[:dim], rows, *x.shape[dim + 1 :])
                 with self.fake:
                     return torch.empty(shape, dtype=x.dtype, device=self.device)
-            return self.fake.from_tensor(x.detach()).to(self.device)
+            seen = x.clone() if x.is_inference() else x.detach()
+            return self.fake.from_tensor(seen).to(self.device)
 
         return map_leaves(args, like)
 

@@ -71,13 +71,18 @@ class _Check:
 
     def _each_once(self) -> None:
         schedule = self.schedule
+        for what in ("num_stages", "num_micro_batches", "num_ranks"):
+            if type(getattr(schedule, what)) is not int:
+                self._fail(f"its {what} is {getattr(schedule, what)!r}.", "a whole number, or make it by from_table")
         if len(schedule.table) != schedule.num_ranks or not schedule.table:
             self._fail(f"{len(schedule.table)} rows for {schedule.num_ranks} ranks.", "one row a rank, at least one")
         for rank, row in enumerate(schedule.table):
             if not row:
                 self._fail(f"rank {rank} has nothing to do.", "give it a stage, or leave its row out", rank)
         for rank, position, action in self._entries():
-            if not (action.stage < schedule.num_stages and action.micro_batch < schedule.num_micro_batches):
+            if type(action) is not Action or Action.parse(str(action)) != action:
+                self._fail(f"rank {rank}, position {position}: {action!r} is no action.", "make it by from_table", rank)
+            if action.stage >= schedule.num_stages or action.micro_batch >= schedule.num_micro_batches:
                 self._fail(
                     f"rank {rank}, position {position}: {action} is outside stages 0 to {schedule.num_stages - 1} and "
                     f"micro-batches 0 to {schedule.num_micro_batches - 1}.",

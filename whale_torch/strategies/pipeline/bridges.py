@@ -52,6 +52,7 @@ class Deliver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
         held, ctx.held = ctx.held, None
         if held is None:
             raise LossError(
@@ -76,6 +77,7 @@ class DeliverLater(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
         run, ctx.run = ctx.run, None
         if run is None:
             raise LossError(
@@ -83,3 +85,13 @@ class DeliverLater(torch.autograd.Function):
                 fix="add losses up and call backward once; retain_graph=True has no effect on a pipeline",
             )
         return (None, None, *(None for _ in grads), *run(grads))
+
+
+def _refuse_second_derivatives() -> None:
+    """Raises LossError in a backward with create_graph=True: the stages' own backwards left no graph."""
+    if torch.is_grad_enabled():
+        raise LossError(
+            "backward through a pipeline was called with create_graph=True, and what it gives cannot be differentiated "
+            "again: a penalty on gradients would count for nothing.",
+            fix="leave create_graph out, or compute the penalty in a module of a stage, with torch.autograd.grad there",
+        )

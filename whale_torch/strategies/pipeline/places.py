@@ -26,7 +26,7 @@ from whale_torch.strategies.pipeline.stand_ins import StandIns
 from whale_torch.strategies.replica import group_of_copies, sparse_parameters
 from whale_torch.strategies.state_hooks import note_pipelined
 
-__all__ = ["Places", "StageReducer", "averaging"]
+__all__ = ["Places", "StageReducer", "averaging", "terms_of_means"]
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,31 @@ class _Kind(NamedTuple):
 
 
 @contextlib.contextmanager
-def averaging(reducers: Sequence[StageReducer]) -> Iterator[None]:
-    """At its end the stand-ins' gradients are the means over replicas, or void where an error ends it."""
+def averaging(reducers: Sequence[StageReducer], *, terms: bool = False) -> Iterator[None]:
+    """At its end the stand-ins' gradients are the means over replicas, or void where an error ends it.
+
+    terms: they are `terms_of_means` already.
+    """
     for one in reducers:
         one.reducer.begin()
     try:
         yield
     except BaseException:
-        _end(reducers, void=True)
+        # The others of this pipeline wait for messages, and come to no reduction: their sockets tell them.
+        with contextlib.suppress(CommError):
+            _end([one for one in reducers if one.times == 1], void=True)
         raise
     _end(reducers, void=False)
+    if not terms:
+        terms_of_means(reducers)
+
+
+def terms_of_means(reducers: Sequence[StageReducer]) -> None:
+    """Multiplies gradients of which several places give a part by their number: a mean over these is the sum then."""
+    for one in reducers:
+        for alias in one.parameters if one.times > 1 else ():
+            if alias.grad is not None:
+                alias.grad.mul_(one.times)
 
 
 def _end(reducers: Sequence[StageReducer], *, void: bool) -> None:
@@ -74,9 +89,6 @@ def _end(reducers: Sequence[StageReducer], *, void: bool) -> None:
                 "a step of a pipeline ended with an error on another rank and not on this one.",
                 fix="read the other ranks' messages; where a step may fail, let all ranks skip it together",
             )
-        for alias in one.parameters if one.times > 1 and not void else ():
-            if alias.grad is not None:
-                alias.grad.mul_(one.times)
 
 
 class Places:

@@ -22,12 +22,13 @@ from whale_torch.planning.slices import SlicedModules
 from whale_torch.strategies.pipeline.batches import MicroBatches, micro_batches
 from whale_torch.strategies.pipeline.outputs import losses_of, numbers_of, numbers_that_grow, training_results
 from whale_torch.trace.cut import cut
+from whale_torch.trace.forms import frozen
 from whale_torch.trace.graph import Context, Graph, Node
 from whale_torch.trace.mixing import refuse_mixing
 from whale_torch.trace.program import StageProgram, Step
 from whale_torch.trace.reductions import Combine, Count, rewrite
 from whale_torch.trace.sample_dims import Dims, SampleDims
-from whale_torch.trace.settings import Settings, frozen, hooks_of
+from whale_torch.trace.settings import Settings, hooks_of
 from whale_torch.trace.sizes import Sizes, differing_dims, other_number
 from whale_torch.trace.slices import mark_slices
 from whale_torch.trace.tracer import record
@@ -231,7 +232,7 @@ def _cut_from(whole: int, rows: int, site: str) -> Iterator[None]:
     """Raises TraceError for a forward that torch refuses on a part of a batch."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         if rows == whole or isinstance(error, WhaleError):
             raise
         raise TraceError(

@@ -15,7 +15,7 @@ from whale_torch.comm.loss_part import LossPart
 from whale_torch.comm.messages import Message, Messages
 from whale_torch.planning.schedules import Action, Schedule, simulate
 from whale_torch.strategies.pipeline.bridges import Deliver, DeliverLater
-from whale_torch.strategies.pipeline.places import averaging
+from whale_torch.strategies.pipeline.places import averaging, terms_of_means
 from whale_torch.strategies.pipeline.programs import Mode, Program
 from whale_torch.strategies.pipeline.step import MicroBatch, Step, edges_of, forms_of
 from whale_torch.strategies.pipeline.weight_store import WeightStore
@@ -186,6 +186,8 @@ class Run:
         with runtime.stand_ins.in_place(), self._store.in_place(), self._averaging():
             self._act(kinds)
             self._step.messages.finish()
+            if not self._sync:
+                terms_of_means(runtime.reducers)
         runtime.peak = max(runtime.peak, self._step.peak)
         return runtime.stand_ins.take(runtime.trained())
 

@@ -190,7 +190,7 @@ class PipelineRuntime(Runtime):
         pairs = [(p, self.stand_ins.of(p)) for p in self.trained()]
         for parameter, alias in pairs:
             alias.grad = parameter.grad
-        with averaging(self.reducers):
+        with averaging(self.reducers, terms=True):
             pass
         for parameter, alias in pairs:
             parameter.grad, alias.grad = alias.grad, None

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whale_torch.errors import LossError
+
 __all__ = ["WeightStore"]
 
 Key = tuple[int, int]
@@ -26,7 +28,7 @@ class _Kept(NamedTuple):
     """One call of a layer: what it was given, and the gradient of what it gave.
 
     weight, bias: those that want a gradient. turned: the weight is (in, out), as transformers' Conv1D has it. x: (rows,
-    in); grad: (rows, out).
+    in); grad: (rows, out). versions: of both.
     """
 
     weight: nn.Parameter | None
@@ -34,10 +36,26 @@ class _Kept(NamedTuple):
     turned: bool
     x: Tensor
     grad: Tensor
+    versions: tuple[int, int] = (0, 0)
 
     def weight_factors(self) -> tuple[Tensor, Tensor]:
         """Two matrices whose product is the weight's gradient."""
         return (self.x.t(), self.grad) if self.turned else (self.grad.t(), self.x)
+
+    def kept(self) -> _Kept:
+        """The same, without the graph behind it, for later."""
+        return self._replace(x=self.x.detach(), versions=(self.x._version, self.grad._version))
+
+    def check(self, stage: int, micro_batch: int) -> None:
+        """Raises LossError where it was written into since, as torch does before a whole backward."""
+        if (self.x._version, self.grad._version) != self.versions:
+            out, into = self.grad.shape[1], self.x.shape[1]
+            raise LossError(
+                f"a linear layer of {into} to {out} features in stage {stage} was given a tensor that was written into "
+                f"between the input part and the weight part of micro-batch {micro_batch}'s backward: a buffer that "
+                "changes from micro-batch to micro-batch, perhaps.",
+                fix='give the layer a clone of it, or run whole backwards: wh.pipeline(schedule="1f1b")',
+            )
 
 
 class WeightStore:
@@ -78,6 +96,7 @@ class WeightStore:
         kept.reverse()
         while kept:
             call = kept.pop()
+            call.check(stage, micro_batch)
             with torch.no_grad(), torch.autocast(call.x.device.type, enabled=False):
                 if call.weight is not None:
                     _add_product(call.weight, *call.weight_factors())
@@ -157,7 +176,7 @@ class _Linear(torch.autograd.Function):
             left, right = call.weight_factors()
             return into_x, left @ right, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
         if any(asked):
-            ctx.kept.append(call._replace(x=x.detach()))
+            ctx.kept.append(call.kept())
         return into_x, None, None, None, None
 
 
