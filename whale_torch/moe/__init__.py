@@ -1,5 +1,6 @@
 """Mixture of experts: layers, gates, experts; imported into any model, run on one device or over ranks (wh.split)."""
 
+from whale_torch.moe.convert import convert
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
 from whale_torch.moe.heat_map import draw_loads
@@ -8,6 +9,7 @@ from whale_torch.moe.loads import Loads, load, on_load, scalars
 from whale_torch.moe.pseudo import delink, load_shared, share, unshared
 from whale_torch.moe.routing import Routing
 from whale_torch.moe.tally import Load
+from whale_torch.moe.upcycling import upcycle
 
 __all__ = [
     "ExpertChoice",
@@ -23,6 +25,7 @@ __all__ = [
     "Stacked",
     "TopK",
     "aux_loss",
+    "convert",
     "delink",
     "draw_loads",
     "load",
@@ -31,4 +34,5 @@ __all__ = [
     "scalars",
     "share",
     "unshared",
+    "upcycle",
 ]

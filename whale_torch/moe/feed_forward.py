@@ -32,6 +32,10 @@ class Activation:
 
 ACTIVATIONS = {
     "gelu": Activation(lambda h, out: _aten.gelu.out(h, out=out), lambda grad, h: _aten.gelu_backward(grad, h)),
+    "gelu_tanh": Activation(
+        lambda h, out: _aten.gelu.out(h, approximate="tanh", out=out),
+        lambda grad, h: _aten.gelu_backward(grad, h, approximate="tanh"),
+    ),
     "relu": Activation(
         lambda h, out: torch.clamp_min(h, 0, out=out), lambda grad, h: _aten.threshold_backward(grad, h, 0)
     ),

@@ -1,0 +1,238 @@
+"""What a dense feed-forward computes: weights and activation, read from modules of the usual forms and tried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whale_torch.errors import PlanError
+from whale_torch.moe.experts import ACTIVATIONS
+
+__all__ = ["Dense", "read_dense", "spread_feed_forward", "width_of"]
+
+# names of members: (activated, multiplied or None, output)
+_FORMS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("wi_0", "wi_1", "wo"),
+    ("up_proj", None, "down_proj"),
+    ("w1", None, "w2"),
+    ("wi", None, "wo"),
+    ("c_fc", None, "c_proj"),
+    ("fc1", None, "fc2"),
+    ("fc_in", None, "fc_out"),
+    ("lin1", None, "lin2"),
+    ("linear1", None, "linear2"),
+    ("dense_h_to_4h", None, "dense_4h_to_h"),
+)
+_ACTIVATION_NAMES = ("act_fn", "act", "activation", "activation_fn")
+
+
+@dataclass(frozen=True)
+class Dense:
+    """activation(x W1 + b1) [* (x W3 + b3)] W2 + b2, W1, W3 [hidden, dim], W2 [dim, hidden]; dropout before W2.
+
+    Whether a tensor requires a gradient says whether its parameter does.
+    """
+
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+    w3: Tensor | None
+    b3: Tensor | None
+    activation: str
+    dropout: float = 0.0
+
+    @property
+    def dim(self) -> int:
+        return self.w1.shape[1]
+
+    @property
+    def hidden(self) -> int:
+        return self.w1.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """In evaluation."""
+        hidden = ACTIVATIONS[self.activation](F.linear(x, self.w1, self.b1))
+        if self.w3 is not None:
+            hidden = hidden * F.linear(x, self.w3, self.b3)
+        return F.linear(hidden, self.w2, self.b2)
+
+
+def read_dense(module: nn.Module) -> Dense | None:
+    """A module's weights, as views; None where it has no known form, or gives something else than its form says."""
+    layers = _layers(module)
+    if layers is None or _active_dropout(module) > layers.dropout:
+        return None
+    given = [layer for layer in (layers.first, layers.times, layers.last) if layer is not None]
+    if sum(1 for _ in module.parameters()) != sum(1 for layer in given for _ in layer.parameters()):
+        return None
+    w1, b1 = _weights(layers.first)
+    w2, b2 = _weights(layers.last)
+    w3, b3 = (None, None) if layers.times is None else _weights(layers.times)
+    if w1.shape != w2.t().shape or (w3 is not None and w3.shape != w1.shape):
+        return None
+    named = None if layers.activation is None else _name_of(layers.activation)
+    names = list(ACTIVATIONS) if layers.activation is None else [named] if named else []
+    read = [Dense(w1, b1, w2, b2, w3, b3, name, layers.dropout) for name in names]
+    fitting = [dense for dense in read if _agrees(module, dense)]
+    return fitting[0] if len(fitting) == 1 else None  # two activations that bfloat16 cannot tell apart are a guess
+
+
+def spread_feed_forward(module: nn.Module) -> tuple[str, str, nn.Sequential] | None:
+    """Of a layer as BERT's, whose feed-forward lies in two members: (member to run it all, the second linear layer's
+    name, the feed-forward); None for any other module."""
+    first: Any = getattr(getattr(module, "intermediate", None), "dense", None)
+    activation: Any = getattr(getattr(module, "intermediate", None), "intermediate_act_fn", None)
+    last: Any = getattr(getattr(module, "output", None), "dense", None)
+    if not (_is_linear(first) and _is_linear(last) and callable(activation)):
+        return None
+    between = activation if isinstance(activation, nn.Module) else _Function(activation)
+    return "intermediate", "output.dense", nn.Sequential(first, between, last)
+
+
+class _Function(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def width_of(module: nn.Module) -> int:
+    """dim of a module from [n, dim] to [n, dim], as its first linear layer says. Raises PlanError for any other one."""
+    first = next((m for m in module.modules() if _is_linear(m)), None)
+    kind = type(module).__name__
+    if first is None:
+        raise PlanError(
+            f"{kind} holds no linear layer, which would say how wide tokens are.",
+            fix="build moe.MoELayer(dim, expert=...) from it",
+        )
+    dim = _weights(first)[0].shape[1]
+    try:
+        out = _evaluated(module, _like(first, torch.zeros(2, dim)))
+    except Exception as error:  # whatever a forward of theirs raises
+        raise PlanError(
+            f"{kind} is no feed-forward: called with [2, {dim}] it raises {type(error).__name__}: {error}",
+            fix="give a module that is called with tokens alone",
+        ) from error
+    shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+    if shape != (2, dim):
+        raise PlanError(
+            f"{kind} is no feed-forward: from [2, {dim}] it makes {shape}.",
+            fix=f"give a module from [n, {dim}] to [n, {dim}]",
+        )
+    return dim
+
+
+@dataclass(frozen=True)
+class _Layers:
+    first: nn.Module
+    times: nn.Module | None
+    last: nn.Module
+    activation: Callable[[Tensor], Tensor] | None
+    dropout: float
+
+
+def _layers(module: nn.Module) -> _Layers | None:
+    if isinstance(module, nn.Sequential):
+        return _of_sequence(list(module))
+    for first, times, last in _FORMS:
+        members: list[Any] = [None if name is None else getattr(module, name, None) for name in (first, times, last)]
+        if all(name is None or _is_linear(m) for name, m in zip((first, times, last), members, strict=True)):
+            found = (getattr(module, name, None) for name in _ACTIVATION_NAMES)
+            return _Layers(members[0], members[1], members[2], next((a for a in found if callable(a)), None), 0.0)
+    return None
+
+
+def _of_sequence(modules: list[nn.Module]) -> _Layers | None:
+    """Linear, activation, [Dropout], Linear, [Dropout(0)]."""
+    modules = [m for m in modules if not isinstance(m, nn.Identity) and not (isinstance(m, nn.Dropout) and m.p == 0)]
+    inner = modules[2].p if len(modules) == 4 and isinstance(modules[2], nn.Dropout) else 0.0
+    if len(modules) != (4 if inner else 3) or not (_is_linear(modules[0]) and _is_linear(modules[-1])):
+        return None
+    return _Layers(modules[0], None, modules[-1], modules[1], inner)
+
+
+def _is_linear(module: Any) -> bool:
+    return type(module) is nn.Linear or _is_transposed(module)
+
+
+def _is_transposed(module: Any) -> bool:
+    """transformers' Conv1D: a linear layer with weight [in, out]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _weights(layer: Any) -> tuple[Tensor, Tensor | None]:
+    weight, bias = (
+        None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (layer.weight, layer.bias)
+    )
+    assert weight is not None
+    if _is_transposed(layer):
+        weight = weight.detach().t().requires_grad_(weight.requires_grad)
+    return weight, bias
+
+
+def _active_dropout(module: nn.Module) -> float:
+    return max((m.p for m in module.modules() if isinstance(m, nn.Dropout)), default=0.0)
+
+
+def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """Which of the known activations a function is, tried out on a grid."""
+    if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
+        return None
+    grid = torch.cat([torch.linspace(-12, 12, 241), torch.tensor([-1e3, 1e3])]).double()
+    try:
+        found = activation(grid.clone())
+    except Exception:  # no function of one tensor
+        return None
+    if not isinstance(found, Tensor) or found.shape != grid.shape:
+        return None
+    return next((name for name, known in ACTIVATIONS.items() if torch.allclose(found, known(grid), atol=1e-6)), None)
+
+
+def _agrees(module: nn.Module, dense: Dense) -> bool:
+    """Whether a module gives what was read from it, on tokens that use all of the activation's range."""
+    x = torch.randn(8, dense.dim, generator=torch.Generator().manual_seed(0))
+    x = _like(dense.w1, x)
+    with torch.no_grad():
+        x = x * (3 / F.linear(x, dense.w1).float().std().clamp(min=1e-6)).to(x.dtype)
+        expected = dense(x)
+    try:
+        found = _evaluated(module, x)
+    except Exception:  # it takes more than tokens
+        return False
+    if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return False
+    bar = 20 * torch.finfo(x.dtype).eps * float(expected.abs().max().clamp(min=1e-30))
+    return bool((found - expected).abs().max() <= bar)
+
+
+def _like(of: Any, x: Tensor) -> Tensor:
+    weight = of if isinstance(of, Tensor) else of.weight
+    return x.to(weight.device, weight.dtype)
+
+
+@torch.no_grad()
+def _evaluated(module: nn.Module, x: Tensor) -> Any:
+    with _in_evaluation(module):
+        return module(x)
+
+
+@contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    modes = {m: m.training for m in module.modules()}
+    try:
+        module.eval()
+        yield
+    finally:
+        for m, mode in modes.items():
+            m.training = mode
