@@ -4,7 +4,8 @@ from whale_torch.moe.convert import convert
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
 from whale_torch.moe.heat_map import draw_loads
-from whale_torch.moe.layer import MoELayer, aux_loss
+from whale_torch.moe.huggingface import from_huggingface
+from whale_torch.moe.layer import Load, MoELayer, aux_loss
 from whale_torch.moe.loads import Loads, load, on_load, scalars
 from whale_torch.moe.pseudo import delink, load_shared, share, unshared
 from whale_torch.moe.routing import Routing
@@ -28,6 +29,7 @@ __all__ = [
     "convert",
     "delink",
     "draw_loads",
+    "from_huggingface",
     "load",
     "load_shared",
     "on_load",

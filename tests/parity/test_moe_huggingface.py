@@ -1,0 +1,168 @@
+"""Mixtures of experts of transformers, run by this package's dispatch, are what they were: alone and on ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import whale_torch as wh
+from tests.parity.metric import relative_error
+from tests.parity.split_case import gradients_of
+from tests.world import world
+from whale_torch import moe
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+BAR = 2e-5
+WORDS, LENGTH = 23, 6
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "num_experts_per_tok": 2,
+    "use_cache": False,
+}
+DEEPSEEK = {
+    "intermediate_size": 22,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+    "head_dim": 4,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"intermediate_size": 12, "num_local_experts": 5},
+    "Qwen2Moe": {
+        "intermediate_size": 22,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 10,
+        "num_experts": 6,
+    },
+    "Qwen3Moe": {"moe_intermediate_size": 12, "num_experts": 4, "norm_topk_prob": True, "head_dim": 4},
+    "DeepseekV2": {**DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5},
+    "DeepseekV3": DEEPSEEK,
+    "Olmoe": {"intermediate_size": 12, "num_experts": 4},
+    "GptOss": {"intermediate_size": 12, "num_local_experts": 4, "head_dim": 4},
+}
+
+
+def build(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **MODELS[kind], experts_implementation="eager")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():  # as built, nearly everything is too small to see
+        torch.nn.init.normal_(parameter, std=1.0 if name.endswith("gate.weight") else 0.3)
+    return model
+
+
+def batch(rows: int) -> torch.Tensor:
+    return torch.randint(1, WORDS, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return relative_error({"": found.detach()}, {"": expected.detach()})
+
+
+def _step(model: Any, ids: torch.Tensor, **options: Any) -> Any:
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids, **options)
+    out.loss.backward()
+    return out
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_outputs_and_gradients_are_those_of_transformers(kind: str) -> None:
+    theirs, ours = build(kind), build(kind)
+    parameters = dict(ours.named_parameters())
+    assert moe.from_huggingface(ours) is ours
+    layers = [m for m in ours.modules() if isinstance(m, moe.MoELayer)]
+    assert layers
+    found, expected = (_step(model, batch(4), output_router_logits=kind == "Mixtral") for model in (ours, theirs))
+    assert _error(found.logits, expected.logits) < BAR
+    assert _error(found.loss, expected.loss) < BAR
+    assert relative_error(gradients_of(ours), gradients_of(theirs)) < BAR
+    assert {name: id(p) for name, p in ours.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    load = layers[0].load
+    assert load is not None
+    assert int(load.kept.sum()) == 4 * LENGTH * 2
+
+
+def test_copies_and_pickles() -> None:
+    model = moe.from_huggingface(build("Mixtral"))
+    twin, plain = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert isinstance(twin.model.layers[0].mlp.experts, moe.MoELayer)
+    assert type(plain.model.layers[0].mlp.experts).__name__ == "MixtralExperts"
+    assert not isinstance(plain.model.layers[0].mlp.experts, moe.MoELayer)
+    ids = batch(3)
+    for other in (twin, plain, moe.from_huggingface(plain)):
+        assert _error(other(ids).logits, model(ids).logits) < BAR
+
+
+def test_save_pretrained_is_as_always(tmp_path: Any) -> None:
+    model = moe.from_huggingface(build("Qwen3Moe"))
+    model.save_pretrained(tmp_path)
+    again = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path)
+    ids = batch(3)
+    assert _error(again(ids).logits, model(ids).logits) < BAR
+
+
+def test_what_has_no_experts_is_refused() -> None:
+    config = transformers.LlamaConfig(**SIZES, intermediate_size=12)
+    with pytest.raises(wh.PlanError, match="no module of LlamaForCausalLM has experts in transformers' common form"):
+        moe.from_huggingface(transformers.LlamaForCausalLM(config))
+
+
+LAYOUTS: dict[str, Any] = {
+    "own": lambda model: wh.annotate(model, {r".*\.experts": wh.split()}),
+    "shared": lambda model: wh.annotate(model, {r".*\.experts": (wh.replica(), wh.split(size=2))}),
+    "replica": lambda model: wh.replica()(model),
+    "whole": lambda model: wh.split()(model),
+}
+
+
+def _trained(rank: int, n: int, kind: str, layout: str, counts: list[int]) -> tuple[float, float, float, list[int]]:
+    """Errors of outputs, of gradients and of weights after two steps of SGD; experts of this rank's layers."""
+    alone, model = build(kind), moe.from_huggingface(build(kind))
+    LAYOUTS[layout](model)
+    wh.parallelize(model)
+    index, feeds = wh.data_rank(model)
+    counts = counts[:feeds]
+    here = slice(sum(counts[:index]), sum(counts[: index + 1]))
+    outputs, gradients = [], []
+    for step in range(2):
+        ids = batch(2 * sum(counts))[step::2]
+        found, expected = _step(model, ids[here]), _step(alone, ids)
+        outputs.append(_error(found.logits, expected.logits[here]))
+        gradients.append(relative_error(gradients_of(model), gradients_of(alone)))
+        for m in (model, alone):
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+    experts = [len(m.down_proj) for m in model.modules() if isinstance(m, moe.MoELayer)]
+    return max(outputs), max(gradients), relative_error(wh.full_state_dict(model), alone.state_dict()), experts
+
+
+@pytest.mark.parametrize("counts", [[2] * 4, [3, 1, 2, 2]], ids=["even", "uneven"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.matrix(keep=3)
+def test_experts_of_transformers_on_ranks_are_one_process(kind: str, n: int, layout: str, counts: list[int]) -> None:
+    for *errors, experts in world(n, _trained, kind, layout, counts):
+        assert max(errors) < BAR, errors
+        if layout != "replica":
+            assert max(experts) < 8

@@ -1,0 +1,165 @@
+"""transformers' mixtures of experts: their own routers and names, this package's dispatch, on one device or over ranks.
+
+Since 5.0 their blocks keep experts in a module of stacked weights that is called with tokens, chosen experts and
+weights. Such a module takes a class that runs it as a MoELayer; whatever else a block does stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whale_torch.comm.slices import join, parts_of, take
+from whale_torch.errors import PlanError
+from whale_torch.moe.balance import Coefficients
+from whale_torch.moe.capacity import Capacity
+from whale_torch.moe.gates import Gate
+from whale_torch.moe.layer import MoELayer
+from whale_torch.moe.parallel import SplitMoELayer
+from whale_torch.moe.routing import Routing
+from whale_torch.planning.rules import register_rule, replicated
+from whale_torch.planning.rules.experts import plan_routed_experts
+from whale_torch.strategies.copies import Replacement
+from whale_torch.strategies.runtime import is_parallelized
+from whale_torch.strategies.split_rules import joined_class, register_class
+
+__all__ = ["RoutedExperts", "SplitRoutedExperts", "from_huggingface"]
+
+
+def from_huggingface(model: nn.Module) -> nn.Module:
+    """Lets the experts of a model of transformers run through this package's dispatch, in place; returns the model.
+
+    Mixtral, Qwen-MoE, DeepSeek, OLMoE, GPT-OSS and whatever else has experts in transformers' common form. Parameters
+    stay the same objects under the same names, so that from_pretrained before and save_pretrained after are as always;
+    routers, shared experts and losses are the model's own. Experts are split by
+    wh.annotate(model, {r".*\\.experts": wh.split()}), or with the whole model.
+
+    Raises: PlanError where no module has the form, and for a parallelized model; the model is then unchanged.
+    """
+    if is_parallelized(model):
+        raise PlanError("from_huggingface(): this model is parallelized already.", fix="convert it before")
+    found = [m for m in model.modules() if _has_common_form(m) and not isinstance(m, MoELayer)]
+    if not found:
+        others = sorted({type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()})
+        raise PlanError(
+            f"no module of {type(model).__name__} has experts in transformers' common form"
+            + (f"; it has {', '.join(others)}." if others else "."),
+            fix="convert feed-forwards by moe.convert(model, {name_regex: function}); transformers from 5.0 on",
+        )
+    for module in found:
+        _take_over(module)
+    for block in list(model.modules()):
+        experts = next((m for m in block.children() if isinstance(m, RoutedExperts)), None)
+        if experts is not None:
+            for router in block.children():
+                if _is_router(router, experts):
+                    replicated(type(router))
+    return model
+
+
+class RoutedExperts(Replacement, MoELayer):
+    """A MoELayer that others choose for: called with tokens [T, dim], experts [T, k] and weights [T, k].
+
+    Its class is joined with that of transformers, whose parameters it runs. Experts from num_experts on are no routes.
+    """
+
+    _added: ClassVar[tuple[str, ...]] = ("dim", "top_k", "gate", "capacity", "losses", "shared", "load", "_ranks")
+
+    @classmethod
+    def _base(cls) -> type:
+        return next(base for base in cls.__mro__ if not issubclass(base, (Replacement, MoELayer)))
+
+    def _get_name(self) -> str:
+        return self._base().__name__
+
+    @property
+    def experts(self) -> Callable[[Tensor, Sequence[int]], Tensor]:  # type: ignore[override]
+        """Each expert on its rows, as Experts.forward."""
+        return self._each
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
+        return self._chosen(hidden_states, top_k_index, top_k_weights)
+
+    def _chosen(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        experts = torch.where(experts < self.num_experts, experts, -1).int()
+        wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
+        return self._routed(x, Routing(experts, weights.to(wide))).to(x.dtype)
+
+    def _each(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        of: Any = self
+        up = of.gate_up_proj if of.has_gate else of.up_proj
+        up_bias = (of.gate_up_proj_bias if of.has_gate else of.up_proj_bias) if of.has_bias else None
+        stacks = (up, up_bias, of.down_proj, of.down_proj_bias if of.has_bias else None)
+        each = [[None] * len(rows) if stack is None else stack.unbind(0) for stack in stacks]
+        found = [self._one(part, *weights) for part, *weights in zip(x.split(list(rows)), *each, strict=True)]
+        return torch.cat(found) if found else x  # a rank without experts is sent no rows
+
+    def _one(self, x: Tensor, up: Any, up_bias: Any, down: Any, down_bias: Any) -> Tensor:
+        of: Any = self
+        if of.is_transposed:
+            up, down = up.t(), down.t()
+        hidden = F.linear(x, up, up_bias)
+        hidden = of._apply_gate(hidden) if of.has_gate else of.act_fn(hidden)
+        out = F.linear(hidden, down, down_bias)
+        return of.post_expert_norm(out) if of.has_post_expert_norm else out
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, dim={self.dim}"
+
+
+class SplitRoutedExperts(SplitMoELayer):
+    """Its experts are this rank's; joined with a class of RoutedExperts."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
+        layer: Any = self
+        twins = self._region.twins
+        if twins.size == 1:
+            out: Tensor = layer._chosen(hidden_states, top_k_index, top_k_weights)
+            return out
+        tokens = len(hidden_states)
+        first, count = sum(parts_of(tokens, twins.size)[: twins.index]), parts_of(tokens, twins.size)[twins.index]
+        mine, weights = take([hidden_states, top_k_weights], [0, 0], tokens, twins)
+        chosen = layer._chosen(mine, top_k_index[first : first + count], weights)
+        (out,) = join([chosen], [0], tokens, twins)
+        return out
+
+
+def _has_common_form(module: nn.Module) -> bool:
+    """Whether transformers' use_experts_implementation made the module's class."""
+    marks = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_apply_gate")
+    down = module._parameters.get("down_proj")
+    return all(hasattr(module, name) for name in (*marks, "num_experts")) and down is not None and down.dim() == 3
+
+
+def _is_router(module: nn.Module, experts: RoutedExperts) -> bool:
+    """Whether a member of a block scores experts, in a class of its own."""
+    weight = module._parameters.get("weight")
+    shape = (experts.num_experts, experts.dim)
+    return weight is not None and tuple(weight.shape) == shape and not isinstance(module, nn.Linear)
+
+
+def _take_over(module: Any) -> None:
+    kind = type(module)
+    joined = joined_class(RoutedExperts, kind)
+    register_rule(joined, plan_routed_experts)
+    number = int(module.num_experts)
+    top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    module.__class__ = joined
+    module.__dict__.update(
+        dim=module.down_proj.shape[2 if module.is_transposed else 1],
+        top_k=min(top_k, number) if isinstance(top_k, int) else 1,
+        gate=Gate(number, 1),  # no member: the block's router chooses
+        capacity=Capacity(),
+        losses=Coefficients(),
+        shared=None,
+        load=None,
+        _ranks=None,
+    )
+
+
+register_class("RoutedExperts", "experts", functools.partial(joined_class, SplitRoutedExperts))
