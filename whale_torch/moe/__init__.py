@@ -2,6 +2,7 @@
 
 from whale_torch.moe.convert import convert
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
+from whale_torch.moe.fairscale import GumbelTop2, from_fairscale
 from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
 from whale_torch.moe.heat_map import draw_loads
 from whale_torch.moe.huggingface import from_huggingface
@@ -17,6 +18,7 @@ __all__ = [
     "Experts",
     "FeedForward",
     "Gate",
+    "GumbelTop2",
     "Hash",
     "Load",
     "Loads",
@@ -29,6 +31,7 @@ __all__ = [
     "convert",
     "delink",
     "draw_loads",
+    "from_fairscale",
     "from_huggingface",
     "load",
     "load_shared",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whale_torch.errors import PlanError
-from whale_torch.moe.experts import ACTIVATIONS
+from whale_torch.moe.experts import ACTIVATIONS, Experts, FeedForward, Stacked
 
-__all__ = ["Dense", "read_dense", "spread_feed_forward", "width_of"]
+__all__ = ["Dense", "experts_of", "feed_forward_of", "read_dense", "spread_feed_forward", "width_of"]
 
 # names of members: (activated, multiplied or None, output)
 _FORMS = (
@@ -38,7 +38,7 @@ _ACTIVATION_NAMES = ("act_fn", "act", "activation", "activation_fn")
 class Dense:
     """activation(x W1 + b1) [* (x W3 + b3)] W2 + b2, W1, W3 [hidden, dim], W2 [dim, hidden]; dropout before W2.
 
-    Whether a tensor requires a gradient says whether its parameter does.
+    frozen: names of weights that are not trained.
     """
 
     w1: Tensor
@@ -49,6 +49,7 @@ class Dense:
     b3: Tensor | None
     activation: str
     dropout: float = 0.0
+    frozen: frozenset[str] = frozenset()
 
     @property
     def dim(self) -> int:
@@ -57,6 +58,15 @@ class Dense:
     @property
     def hidden(self) -> int:
         return self.w1.shape[0]
+
+    def slices(self, number: int) -> list[Dense]:
+        """Cut along hidden into equal ones, views, of which each has the whole of b2."""
+        parts: dict[str, tuple[Tensor | None, ...]] = {}
+        for name in ("w1", "b1", "w2", "w3", "b3"):
+            whole = getattr(self, name)
+            cut = None if whole is None else whole.split(self.hidden // number, 1 if name == "w2" else 0)
+            parts[name] = (None,) * number if cut is None else cut
+        return [replace(self, **{name: of[index] for name, of in parts.items()}) for index in range(number)]  # type: ignore[arg-type]
 
     def __call__(self, x: Tensor) -> Tensor:
         """In evaluation."""
@@ -71,19 +81,55 @@ def read_dense(module: nn.Module) -> Dense | None:
     layers = _layers(module)
     if layers is None or _active_dropout(module) > layers.dropout:
         return None
-    given = [layer for layer in (layers.first, layers.times, layers.last) if layer is not None]
-    if sum(1 for _ in module.parameters()) != sum(1 for layer in given for _ in layer.parameters()):
+    given: dict[str, Any] = {"1": layers.first, "2": layers.last, "3": layers.times}
+    if sum(1 for _ in module.parameters()) != sum(1 for m in given.values() if m is not None for _ in m.parameters()):
         return None
-    w1, b1 = _weights(layers.first)
-    w2, b2 = _weights(layers.last)
-    w3, b3 = (None, None) if layers.times is None else _weights(layers.times)
+    (w1, b1), (w2, b2), (w3, b3) = (_weights(layer) for layer in given.values())
+    assert w1 is not None
+    assert w2 is not None
     if w1.shape != w2.t().shape or (w3 is not None and w3.shape != w1.shape):
         return None
+    kinds = {"w": "weight", "b": "bias"}
+    frozen = frozenset(
+        f"{letter}{number}"
+        for number, layer in given.items()
+        for letter, kind in kinds.items()
+        if not getattr(getattr(layer, kind, None), "requires_grad", True)
+    )
     named = None if layers.activation is None else _name_of(layers.activation)
     names = list(ACTIVATIONS) if layers.activation is None else [named] if named else []
-    read = [Dense(w1, b1, w2, b2, w3, b3, name, layers.dropout) for name in names]
+    read = [Dense(w1, b1, w2, b2, w3, b3, name, layers.dropout, frozen) for name in names]
     fitting = [dense for dense in read if _agrees(module, dense)]
     return fitting[0] if len(fitting) == 1 else None  # two activations that bfloat16 cannot tell apart are a guess
+
+
+def feed_forward_of(read: Sequence[Dense]) -> FeedForward:
+    """Experts with the weights of dense feed-forwards of one form and shape, copied."""
+    first = read[0]
+    with torch.device("meta"):
+        experts = FeedForward(
+            len(read),
+            first.dim,
+            first.hidden,
+            activation=first.activation,
+            gated=first.w3 is not None,
+            dropout=first.dropout,
+        )
+    for name in ("w1", "b1", "w2", "b2", "w3", "b3"):
+        each = [getattr(dense, name) for dense in read]
+        stack = None if each[0] is None else nn.Parameter(torch.stack(each), requires_grad=name not in first.frozen)
+        setattr(experts, name, stack)
+    return experts
+
+
+def experts_of(modules: Sequence[nn.Module]) -> Experts:
+    """Experts that are these modules, with their weights copied. Raises PlanError as Stacked."""
+    read = [read_dense(module) for module in modules]
+    known = [dense for dense in read if dense is not None]
+    forms = {
+        (d.w1.shape, d.b1 is None, d.b2 is None, d.w3 is None, d.b3 is None, d.activation, d.dropout) for d in known
+    }
+    return feed_forward_of(known) if len(known) == len(read) and len(forms) == 1 else Stacked(modules)
 
 
 def spread_feed_forward(module: nn.Module) -> tuple[str, str, nn.Sequential] | None:
@@ -116,7 +162,9 @@ def width_of(module: nn.Module) -> int:
             f"{kind} holds no linear layer, which would say how wide tokens are.",
             fix="build moe.MoELayer(dim, expert=...) from it",
         )
-    dim = _weights(first)[0].shape[1]
+    weight, _ = _weights(first)
+    assert weight is not None
+    dim = weight.shape[1]
     try:
         out = _evaluated(module, _like(first, torch.zeros(2, dim)))
     except Exception as error:  # whatever a forward of theirs raises
@@ -171,14 +219,11 @@ def _is_transposed(module: Any) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
-def _weights(layer: Any) -> tuple[Tensor, Tensor | None]:
-    weight, bias = (
-        None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (layer.weight, layer.bias)
-    )
-    assert weight is not None
-    if _is_transposed(layer):
-        weight = weight.detach().t().requires_grad_(weight.requires_grad)
-    return weight, bias
+def _weights(layer: Any) -> tuple[Tensor | None, Tensor | None]:
+    if layer is None:
+        return None, None
+    weight = layer.weight.detach()
+    return weight.t() if _is_transposed(layer) else weight, None if layer.bias is None else layer.bias.detach()
 
 
 def _active_dropout(module: nn.Module) -> float:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from whale_torch.errors import PlanError
-from whale_torch.moe.dense import Dense, read_dense, width_of
+from whale_torch.moe.dense import Dense, feed_forward_of, read_dense, width_of
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import Gate, Prototypes, TopK
 from whale_torch.moe.layer import MoELayer
@@ -57,8 +57,11 @@ def upcycle(
     if exact:
         _check_exact(layer, read, slices, scale)
     factor = _Factors.of(layer, slices, scale)
-    layer.experts = _copies(dense, num_experts, factor) if read is None else _slices_of(read, layer, slices, factor)
-    layer.gate.to(_weight_of(dense).device, _weight_of(dense).dtype)
+    layer.experts = (
+        _copies(dense, num_experts, factor) if read is None else _slices_of(read, num_experts, slices, factor)
+    )
+    weight = next(dense.parameters())
+    layer.gate.to(weight.device, weight.dtype)
     if slices > 1:
         _share_rows(layer.gate, slices)
     if noise:
@@ -155,31 +158,15 @@ def _weight_of_a_route(layer: MoELayer) -> float:
     )
 
 
-def _slices_of(read: Dense, layer: MoELayer, slices: int, factor: _Factors) -> FeedForward:
+@torch.no_grad()
+def _slices_of(read: Dense, number: int, slices: int, factor: _Factors) -> FeedForward:
     """Expert e is slice e mod slices."""
-    number = layer.num_experts
-    hidden = read.hidden // slices
-    with torch.device("meta"):
-        experts = FeedForward(
-            number, read.dim, hidden, activation=read.activation, gated=read.w3 is not None, dropout=read.dropout
-        )
+    each = read.slices(slices)
+    experts = feed_forward_of([each[e % slices] for e in range(number)])
     s1, s2, s3 = _spread(read, factor)
-    parts = {
-        "w1": (read.w1, 0, s1),
-        "b1": (read.b1, 0, s1),
-        "w2": (read.w2, 1, s2),
-        "b2": (read.b2, None, factor.bias),
-        "w3": (read.w3, 0, s3),
-        "b3": (read.b3, 0, s3),
-    }
-    for name, (whole, along, by) in parts.items():
-        if whole is None:
-            setattr(experts, name, None)
-            continue
-        each = [whole] * slices if along is None else whole.split(hidden, along)
-        with torch.no_grad():
-            stack = torch.stack([each[e % slices] for e in range(number)])
-            setattr(experts, name, nn.Parameter(stack if by == 1 else stack.mul_(by), whole.requires_grad))
+    by = {"w1": s1, "b1": s1, "w2": s2, "b2": factor.bias, "w3": s3, "b3": s3}
+    for name, parameter in experts.named_parameters():
+        parameter.mul_(by[name])
     return experts
 
 
@@ -199,10 +186,6 @@ def _copies(dense: nn.Module, number: int, factor: _Factors) -> Stacked:
             fix='weights that sum to 1, or scale="none"',
         )
     return Stacked([dense] * number)
-
-
-def _weight_of(module: nn.Module) -> Tensor:
-    return next(module.parameters())
 
 
 def _share_rows(gate: Gate, slices: int) -> None:
