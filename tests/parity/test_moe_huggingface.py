@@ -171,7 +171,7 @@ def _layers(model: Any) -> str:
 
 LAYOUTS: dict[str, Any] = {
     "own": lambda model: wh.annotate(model, {_layers(model): wh.split()}),
-    "shared": lambda model: wh.annotate(model, {_layers(model): (wh.replica(), wh.split(size=2))}),
+    "shared": lambda model: wh.annotate(model, {_layers(model): wh.split(size=2, rows="shared")}),
     "replica": lambda model: wh.replica()(model),
     "whole": lambda model: wh.split()(model),
 }

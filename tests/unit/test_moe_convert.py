@@ -152,17 +152,19 @@ def test_noise_makes_experts_differ() -> None:
 
 
 def test_dropout_modes_and_frozen_weights_stay() -> None:
-    dense = nn.Sequential(nn.Linear(DIM, 12), nn.GELU(), nn.Dropout(0.5), nn.Linear(12, DIM)).eval()
+    dense = nn.Sequential(nn.Linear(DIM, 12), nn.GELU(), nn.Linear(12, DIM)).eval()
     dense[0].requires_grad_(False)
     layer = moe.upcycle(dense, 4, 2)
     assert isinstance(layer.experts, moe.FeedForward)
-    assert layer.experts.dropout == 0.5
     assert not layer.training
     assert not dense.training
     assert [p.requires_grad for p in layer.experts.parameters()] == [False, True, False, True]  # w1 w2 b1 b2
     assert _difference(layer, dense) < 1e-6
-    outer = _sequence(nn.GELU(), nn.Dropout(0.5)).eval()  # after the last layer: copied as it is
-    assert isinstance(moe.upcycle(outer, 4, 2).experts, moe.Stacked)
+    outer = _sequence(nn.GELU(), nn.Dropout(0.5))
+    copied = moe.upcycle(outer, 4, 2)
+    assert isinstance(copied.experts, moe.Stacked)
+    assert (copied(torch.ones(50, DIM)) == 0).any()
+    assert _difference(copied.eval(), outer.eval()) < 1e-6
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whale_torch.errors import PlanError
-from whale_torch.moe.experts import ACTIVATIONS, Experts, FeedForward, Stacked
+from whale_torch.moe.experts import Experts, FeedForward, Stacked
+from whale_torch.moe.feed_forward import ACTIVATIONS
 
 __all__ = ["Dense", "experts_of", "feed_forward_of", "read_dense", "spread_feed_forward", "width_of"]
 
@@ -36,7 +37,7 @@ _ACTIVATION_NAMES = ("act_fn", "act", "activation", "activation_fn")
 
 @dataclass(frozen=True)
 class Dense:
-    """activation(x W1 + b1) [* (x W3 + b3)] W2 + b2, W1, W3 [hidden, dim], W2 [dim, hidden]; dropout before W2.
+    """activation(x W1 + b1) [* (x W3 + b3)] W2 + b2, W1, W3 [hidden, dim], W2 [dim, hidden].
 
     frozen: names of weights that are not trained.
     """
@@ -48,7 +49,6 @@ class Dense:
     w3: Tensor | None
     b3: Tensor | None
     activation: str
-    dropout: float = 0.0
     frozen: frozenset[str] = frozenset()
 
     @property
@@ -70,7 +70,7 @@ class Dense:
 
     def __call__(self, x: Tensor) -> Tensor:
         """In evaluation."""
-        hidden = ACTIVATIONS[self.activation](F.linear(x, self.w1, self.b1))
+        hidden = _activated(self.activation, F.linear(x, self.w1, self.b1))
         if self.w3 is not None:
             hidden = hidden * F.linear(x, self.w3, self.b3)
         return F.linear(hidden, self.w2, self.b2)
@@ -79,7 +79,7 @@ class Dense:
 def read_dense(module: nn.Module) -> Dense | None:
     """A module's weights, as views; None where it has no known form, or gives something else than its form says."""
     layers = _layers(module)
-    if layers is None or _active_dropout(module) > layers.dropout:
+    if layers is None or any(m.p for m in module.modules() if isinstance(m, nn.Dropout)):
         return None
     given: dict[str, Any] = {"1": layers.first, "2": layers.last, "3": layers.times}
     if sum(1 for _ in module.parameters()) != sum(1 for m in given.values() if m is not None for _ in m.parameters()):
@@ -98,7 +98,7 @@ def read_dense(module: nn.Module) -> Dense | None:
     )
     named = None if layers.activation is None else _name_of(layers.activation)
     names = list(ACTIVATIONS) if layers.activation is None else [named] if named else []
-    read = [Dense(w1, b1, w2, b2, w3, b3, name, layers.dropout, frozen) for name in names]
+    read = [Dense(w1, b1, w2, b2, w3, b3, name, frozen) for name in names]
     fitting = [dense for dense in read if _agrees(module, dense)]
     return fitting[0] if len(fitting) == 1 else None  # two activations that bfloat16 cannot tell apart are a guess
 
@@ -113,7 +113,6 @@ def feed_forward_of(read: Sequence[Dense]) -> FeedForward:
             first.hidden,
             activation=first.activation,
             gated=first.w3 is not None,
-            dropout=first.dropout,
         )
     for name in ("w1", "b1", "w2", "b2", "w3", "b3"):
         each = [getattr(dense, name) for dense in read]
@@ -127,7 +126,7 @@ def experts_of(modules: Sequence[nn.Module]) -> Experts:
     read = [read_dense(module) for module in modules]
     known = [dense for dense in read if dense is not None]
     forms = {
-        (d.w1.shape, d.b1 is None, d.b2 is None, d.w3 is None, d.b3 is None, d.activation, d.dropout) for d in known
+        (d.w1.shape, *(t is None for t in (d.b1, d.b2, d.w3, d.b3)), d.activation, d.frozen) for d in known
     }
     return feed_forward_of(known) if len(known) == len(read) and len(forms) == 1 else Stacked(modules)
 
@@ -187,7 +186,6 @@ class _Layers:
     times: nn.Module | None
     last: nn.Module
     activation: Callable[[Tensor], Tensor] | None
-    dropout: float
 
 
 def _layers(module: nn.Module) -> _Layers | None:
@@ -197,17 +195,16 @@ def _layers(module: nn.Module) -> _Layers | None:
         members: list[Any] = [None if name is None else getattr(module, name, None) for name in (first, times, last)]
         if all(name is None or _is_linear(m) for name, m in zip((first, times, last), members, strict=True)):
             found = (getattr(module, name, None) for name in _ACTIVATION_NAMES)
-            return _Layers(members[0], members[1], members[2], next((a for a in found if callable(a)), None), 0.0)
+            return _Layers(members[0], members[1], members[2], next((a for a in found if callable(a)), None))
     return None
 
 
 def _of_sequence(modules: list[nn.Module]) -> _Layers | None:
-    """Linear, activation, [Dropout], Linear, [Dropout(0)]."""
-    modules = [m for m in modules if not isinstance(m, nn.Identity) and not (isinstance(m, nn.Dropout) and m.p == 0)]
-    inner = modules[2].p if len(modules) == 4 and isinstance(modules[2], nn.Dropout) else 0.0
-    if len(modules) != (4 if inner else 3) or not (_is_linear(modules[0]) and _is_linear(modules[-1])):
+    """Linear, activation, Linear."""
+    modules = [m for m in modules if not isinstance(m, (nn.Identity, nn.Dropout))]
+    if len(modules) != 3 or not (_is_linear(modules[0]) and _is_linear(modules[2])):
         return None
-    return _Layers(modules[0], None, modules[-1], modules[1], inner)
+    return _Layers(modules[0], None, modules[2], modules[1])
 
 
 def _is_linear(module: Any) -> bool:
@@ -226,8 +223,8 @@ def _weights(layer: Any) -> tuple[Tensor | None, Tensor | None]:
     return weight.t() if _is_transposed(layer) else weight, None if layer.bias is None else layer.bias.detach()
 
 
-def _active_dropout(module: nn.Module) -> float:
-    return max((m.p for m in module.modules() if isinstance(m, nn.Dropout)), default=0.0)
+def _activated(name: str, x: Tensor) -> Tensor:
+    return ACTIVATIONS[name].forward(x, out=torch.empty_like(x))
 
 
 def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
@@ -241,7 +238,7 @@ def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
         return None
     if not isinstance(found, Tensor) or found.shape != grid.shape:
         return None
-    return next((name for name, known in ACTIVATIONS.items() if torch.allclose(found, known(grid), atol=1e-6)), None)
+    return next((name for name in ACTIVATIONS if torch.allclose(found, _activated(name, grid), atol=1e-6)), None)
 
 
 def _agrees(module: nn.Module, dense: Dense) -> bool:

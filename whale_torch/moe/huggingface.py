@@ -7,7 +7,7 @@ weights. Such a module takes a class that runs it as a MoELayer; whatever else a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -68,7 +68,10 @@ class RoutedExperts(Replacement, MoELayer):
     Its class is joined with that of transformers, whose parameters it runs. Experts from num_experts on are no routes.
     """
 
-    _added: ClassVar[tuple[str, ...]] = ("dim", "top_k", "gate", "capacity", "losses", "shared", "load", "_ranks")
+    _added: ClassVar[tuple[str, ...]] = (
+        *("dim", "top_k", "gate", "capacity", "losses", "shared", "load", "_ranks"),
+        *("wire_dtype", "node_memory", "chunks", "loss_factor"),
+    )
 
     @classmethod
     def _base(cls) -> type:
@@ -78,11 +81,21 @@ class RoutedExperts(Replacement, MoELayer):
         return self._base().__name__
 
     @property
-    def experts(self) -> Callable[[Tensor, Sequence[int]], Tensor]:  # type: ignore[override]
-        """Each expert on its rows, as Experts.forward."""
-        return self._each
+    def experts(self) -> Any:  # type: ignore[override]
+        """What a MoELayer asks of its Experts; the parameters are the layer's own."""
+        return _Own(self)
+
+    def as_recorded(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
+        k = top_k_index.shape[1]
+        out = hidden_states.repeat(k, 1)
+        if len(next(self.parameters())):
+            out = self._each(out, [len(out)])
+        out = out.view(k, *hidden_states.shape) * top_k_weights.t().unsqueeze(2)
+        return out.sum(0).to(hidden_states.dtype)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
+        if hidden_states.is_meta:
+            return self.as_recorded(hidden_states, top_k_index, top_k_weights)
         return self._chosen(hidden_states, top_k_index, top_k_weights)
 
     def _chosen(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -96,7 +109,7 @@ class RoutedExperts(Replacement, MoELayer):
         up_bias = (of.gate_up_proj_bias if of.has_gate else of.up_proj_bias) if of.has_bias else None
         stacks = (up, up_bias, of.down_proj, of.down_proj_bias if of.has_bias else None)
         each = [[None] * len(rows) if stack is None else stack.unbind(0) for stack in stacks]
-        found = [self._one(part, *weights) for part, *weights in zip(x.split(list(rows)), *each, strict=True)]
+        found = [self._one(part, *weights) for part, *weights in zip(x.split(list(rows)), *each, strict=False)]
         return torch.cat(found) if found else x  # a rank without experts is sent no rows
 
     def _one(self, x: Tensor, up: Any, up_bias: Any, down: Any, down_bias: Any) -> Tensor:
@@ -112,12 +125,34 @@ class RoutedExperts(Replacement, MoELayer):
         return f"num_experts={self.num_experts}, dim={self.dim}"
 
 
+class _Own:
+    """A layer's own parameters as its Experts."""
+
+    takes_blocks = False
+
+    def __init__(self, layer: RoutedExperts):
+        self._layer, self.num_experts = layer, layer.num_experts
+
+    def __call__(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        return self._layer._each(x, rows)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self._layer.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._layer.named_parameters()
+
+
 class SplitRoutedExperts(SplitMoELayer):
     """Its experts are this rank's; joined with a class of RoutedExperts."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
         layer: Any = self
         twins = self._region.twins
+        if hidden_states.is_meta:
+            self._count_bytes(hidden_states)
+            recorded: Tensor = layer.as_recorded(hidden_states, top_k_index, top_k_weights)
+            return recorded
         if twins.size == 1:
             out: Tensor = layer._chosen(hidden_states, top_k_index, top_k_weights)
             return out
@@ -159,6 +194,10 @@ def _take_over(module: Any) -> None:
         shared=None,
         load=None,
         _ranks=None,
+        wire_dtype=None,
+        node_memory=True,
+        chunks=1,
+        loss_factor=1.0,
     )
 
 

@@ -110,7 +110,7 @@ def group_modules(model: nn.Module, default: tuple[Annotation, ...]) -> Grouping
 
 
 def _of_experts(module: nn.Module) -> bool:
-    return f"{type(module).__module__}.{type(module).__qualname__}" == EXPERTS
+    return any(f"{kind.__module__}.{kind.__qualname__}" == EXPERTS for kind in type(module).__mro__)
 
 
 def _check_runs(annotations: tuple[Annotation, ...]) -> None:
