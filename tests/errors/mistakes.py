@@ -18,6 +18,7 @@ from torch import nn
 
 import whale_torch as wh
 from tests.errors.catalogue import mistake
+from whale_torch import moe
 
 S = "Scopes and annotations"
 P = "Sizes, nesting and what cannot be planned"
@@ -26,6 +27,7 @@ W = "Ranks that disagree"
 T = "Training"
 C = "The output of a split"
 M = "State, copies and checkpoints"
+E = "Layers of experts"
 
 
 def classifier(classes: int = 8) -> nn.Module:
@@ -1448,3 +1450,35 @@ def delinked_too_early(rank: int, n: int) -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     wh.moe.delink(model, optimizer)
+# ---- layers of experts ----
+
+
+@mistake(
+    E,
+    "A conversion of a name that is not there",
+    wh.PlanError,
+    r"pattern 'blocks\.0' matches no module\. Close names: 'block\.0', 'block\.1'",
+    site=True,
+)
+def converted_name(rank: int, n: int) -> None:
+    """Patterns match whole names."""
+    model = nn.ModuleDict({"block": nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))})
+    moe.convert(model, {"blocks.0": {"num_experts": 4}})
+
+
+@mistake(
+    E,
+    "An upcycled layer that would give something else",
+    wh.PlanError,
+    r"would not give what the dense feed-forward gives: the weights of a token's 1 experts do not sum to 1",
+)
+def inexact_upcycling(rank: int, n: int) -> None:
+    """The weight of one expert is its probability, so that the gate learns."""
+    dense = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    moe.upcycle(dense, num_experts=4, top_k=1)
+
+
+@mistake(E, "A feed-forward that takes more than tokens", wh.PlanError, r"called with \[2, 4\] it raises TypeError")
+def upcycled_attention(rank: int, n: int) -> None:
+    """What becomes an expert is called with the rows that are sent to it, and nothing else."""
+    moe.upcycle(nn.TransformerDecoderLayer(4, 2, 8), num_experts=4)

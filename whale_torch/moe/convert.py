@@ -38,7 +38,11 @@ def convert(model: nn.Module, patterns: Mapping[str, Conversion]) -> nn.Module:
     """
     site = call_site()
     if not isinstance(model, nn.Module):
-        raise PlanError(f"convert(): the first argument is {type(model).__name__}, not an nn.Module.", where=site)
+        raise PlanError(
+            f"convert(): the first argument is {type(model).__name__}, not an nn.Module.",
+            where=site,
+            fix="moe.convert(model, {name_regex: conversion})",
+        )
     if is_parallelized(model):
         raise PlanError("convert(): this model is parallelized already.", where=site, fix="convert it before")
     names = dict(model.named_modules(remove_duplicate=False))

@@ -125,9 +125,7 @@ def experts_of(modules: Sequence[nn.Module]) -> Experts:
     """Experts that are these modules, with their weights copied. Raises PlanError as Stacked."""
     read = [read_dense(module) for module in modules]
     known = [dense for dense in read if dense is not None]
-    forms = {
-        (d.w1.shape, *(t is None for t in (d.b1, d.b2, d.w3, d.b3)), d.activation, d.frozen) for d in known
-    }
+    forms = {(d.w1.shape, *(t is None for t in (d.b1, d.b2, d.w3, d.b3)), d.activation, d.frozen) for d in known}
     return feed_forward_of(known) if len(known) == len(read) and len(forms) == 1 else Stacked(modules)
 
 

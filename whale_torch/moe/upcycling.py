@@ -91,7 +91,10 @@ class _Later(Experts):
 
 def _check(dense: nn.Module, num_experts: int, noise: float, scale: str, options: dict[str, Any]) -> None:
     if not isinstance(dense, nn.Module):
-        raise PlanError(f"upcycle takes an nn.Module, got {type(dense).__name__}.")
+        raise PlanError(
+            f"upcycle takes an nn.Module, got {type(dense).__name__}.",
+            fix="upcycle(nn.Sequential(linear, act, linear))",
+        )
     own = sorted(set(options) & set(_OF_THE_DENSE))
     if own:
         raise PlanError(f"{', '.join(own)} is as of the dense feed-forward.", fix=f"leave {', '.join(own)} out")
