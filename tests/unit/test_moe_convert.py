@@ -135,6 +135,13 @@ def test_even_scale_is_that_of_the_paper() -> None:
     assert _difference(moe.upcycle(relu, 8, 4, hidden=6, scale="even"), relu) < 1e-5
 
 
+def test_a_hash_gate_is_exact() -> None:
+    dense = _sequence(nn.GELU())
+    layer = moe.upcycle(dense, 4, 2, gate=moe.Hash(10, 4, 2))
+    x = torch.randn(10, DIM)
+    assert _error(layer(x, token_ids=torch.arange(10)), dense(x)) < 1e-6
+
+
 def test_half_precision_is_exact() -> None:
     dense = _sequence(nn.GELU()).bfloat16()
     layer = moe.upcycle(dense, 4, 2)
@@ -284,6 +291,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "parametrized": (_normed, {r".*mlp": {}}, r"'blocks\.1\.mlp\.up_proj' has parametrized"),
     "scopes": (_scoped, {r".*mlp": {}}, r"'blocks\.1\.mlp\.up_proj' has wh.split\(\)"),
     "no module": (Model, {r".*mlp": lambda m: None}, "gives NoneType"),
+    "one gate": (Model, {r"blocks.*mlp": {"gate": moe.TopK(DIM, 8)}}, "2 layers that .* matches would share one gate"),
     "refused": (Model, {r".*mlp": {"top_k": 9}}, r"convert\(\): 'blocks\.0\.mlp': top_k is 9"),
 }
 

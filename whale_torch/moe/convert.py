@@ -54,6 +54,8 @@ def convert(model: nn.Module, patterns: Mapping[str, Conversion]) -> nn.Module:
                 raise _refused(f"'{name}' is matched by {known[1]!r} and by {pattern!r}", site, "one pattern a module")
     if not patterns:
         raise PlanError("convert(): no pattern was given.", where=site, fix="give {name_regex: conversion}.")
+    for pattern, conversion in patterns.items():
+        _check_not_shared(pattern, conversion, sum(known == pattern for _, known in matched.values()), site)
     new: dict[nn.Module, nn.Module] = {}
     for module, (name, pattern) in matched.items():
         _check_alone(module, name, matched, site)
@@ -113,6 +115,18 @@ def _matches(pattern: str, names: Mapping[str, nn.Module], site: str) -> list[st
             fix=f"patterns match whole names of model.named_modules(), such as {', '.join(map(repr, known[:3]))}.",
         )
     return found
+
+
+def _check_not_shared(pattern: str, conversion: Conversion, number: int, site: str) -> None:
+    """Raises PlanError for a module among options that several layers would have in common."""
+    options = conversion if isinstance(conversion, Mapping) else {}
+    shared = next((key for key, value in options.items() if isinstance(value, nn.Module)), None)
+    if shared is not None and number > 1:
+        raise _refused(
+            f"{number} layers that {pattern!r} matches would share one {shared}",
+            site,
+            f"a function that builds each its own: lambda dense: moe.upcycle(dense, {shared}=...)",
+        )
 
 
 def _check_alone(module: nn.Module, name: str, matched: Mapping[nn.Module, tuple[str, str]], site: str) -> None:

@@ -31,6 +31,10 @@ class GumbelTop2(Gate):
         self.wg = wg
         self.l_aux: Tensor | None = None
 
+    @property
+    def draws(self) -> bool:
+        return True
+
     def route(self, x: Tensor, mask: Tensor | None) -> Routing:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):

@@ -11,7 +11,7 @@ from torch import nn
 from whale_torch.errors import PlanError
 from whale_torch.moe.dense import Dense, feed_forward_of, read_dense, width_of
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
-from whale_torch.moe.gates import Gate, Prototypes, TopK
+from whale_torch.moe.gates import Gate, Hash, Prototypes, TopK
 from whale_torch.moe.layer import MoELayer
 
 __all__ = ["upcycle"]
@@ -131,7 +131,7 @@ def _slices(dense: nn.Module, read: Dense | None, num_experts: int, hidden: int 
 def _check_exact(layer: MoELayer, read: Dense | None, slices: int, scale: str) -> None:
     """Raises PlanError where the layer would not give what the dense one gives."""
     why = None
-    if layer.gate.renormalize == "none" and layer.num_experts > 1:
+    if layer.gate.renormalize == "none" and layer.num_experts > 1 and not isinstance(layer.gate, Hash):
         why = f"the weights of a token's {layer.top_k} experts do not sum to 1", 'top_k > 1 and renormalize="before"'
     elif slices > 1 and layer.top_k % slices:
         why = f"a copy is {slices} experts, and a token has {layer.top_k}", f"top_k a multiple of {slices}"
@@ -150,7 +150,7 @@ def _check_exact(layer: MoELayer, read: Dense | None, slices: int, scale: str) -
 def _weight_of_a_route(layer: MoELayer) -> float:
     """By a gate to which all experts are alike."""
     gate = layer.gate
-    if gate.renormalize != "none" or layer.num_experts == 1:
+    if gate.renormalize != "none" or layer.num_experts == 1 or isinstance(gate, Hash):
         return 1 / layer.top_k
     if isinstance(gate, TopK):
         return 0.5 if gate.score == "sigmoid" else 1 / layer.num_experts
