@@ -92,7 +92,7 @@ def _step(model: Any, ids: torch.Tensor, **options: Any) -> Any:
 def test_outputs_and_gradients_are_those_of_transformers(kind: str) -> None:
     theirs, ours = build(kind), build(kind)
     parameters = dict(ours.named_parameters())
-    assert moe.from_huggingface(ours) is ours
+    assert moe.from_huggingface(moe.from_huggingface(ours)) is ours
     layers = [m for m in ours.modules() if isinstance(m, moe.MoELayer)]
     assert layers
     found, expected = (_step(model, batch(4), output_router_logits=kind == "Mixtral") for model in (ours, theirs))
@@ -229,3 +229,21 @@ def test_experts_of_transformers_on_ranks_are_one_process(kind: str, n: int, lay
         assert max(errors) < BAR, errors
         assert experts
         assert layout == "replica" or max(experts) < 5
+
+
+def _built_on_meta(rank: int, n: int, kind: str) -> float:
+    alone = build(kind)
+    with torch.device("meta"):
+        model = type(alone)(alone.config)
+    wh.annotate(moe.from_huggingface(model), {r".*\.experts": wh.split()})
+    wh.parallelize(model, weights=alone.state_dict(), init_fn=model._init_weights)
+    ids = batch(2 * n)
+    _step(model, ids[2 * rank : 2 * rank + 2])
+    _step(alone, ids)
+    return relative_error(gradients_of(model), gradients_of(alone))
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "DeepseekV3"])
+@pytest.mark.matrix(keep=0)
+def test_what_is_built_on_meta_loads_its_experts(kind: str) -> None:
+    assert max(world(2, _built_on_meta, kind, timeout=300)) < BAR

@@ -44,7 +44,7 @@ def from_huggingface(model: nn.Module) -> nn.Module:
     if is_parallelized(model):
         raise PlanError("from_huggingface(): this model is parallelized already.", fix="convert it before")
     found = [m for m in model.modules() if _has_common_form(m) and not isinstance(m, MoELayer)]
-    if not found:
+    if not found and not any(isinstance(m, RoutedExperts) for m in model.modules()):
         others = sorted({type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()})
         raise PlanError(
             f"no module of {type(model).__name__} has experts in transformers' common form"
