@@ -1450,6 +1450,8 @@ def delinked_too_early(rank: int, n: int) -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     wh.moe.delink(model, optimizer)
+
+
 # ---- layers of experts ----
 
 

@@ -6,7 +6,7 @@ from whale_torch.moe.fairscale import GumbelTop2, from_fairscale
 from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
 from whale_torch.moe.heat_map import draw_loads
 from whale_torch.moe.huggingface import from_huggingface
-from whale_torch.moe.layer import Load, MoELayer, aux_loss
+from whale_torch.moe.layer import MoELayer, aux_loss
 from whale_torch.moe.loads import Loads, load, on_load, scalars
 from whale_torch.moe.pseudo import delink, load_shared, share, unshared
 from whale_torch.moe.routing import Routing

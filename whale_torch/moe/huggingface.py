@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from whale_torch.comm.slices import join, parts_of, take
 from whale_torch.errors import PlanError
-from whale_torch.moe.balance import Coefficients
-from whale_torch.moe.capacity import Capacity
+from whale_torch.moe.experts import Experts
 from whale_torch.moe.gates import Gate
 from whale_torch.moe.layer import MoELayer
 from whale_torch.moe.parallel import SplitMoELayer
@@ -62,16 +61,21 @@ def from_huggingface(model: nn.Module) -> nn.Module:
     return model
 
 
+def _attributes(dim: int, num_experts: int) -> dict[str, Any]:
+    """Those of a MoELayer that only dispatches; its gate is no member, as the block's router chooses."""
+    plain = MoELayer(dim, num_experts, 1, expert=Experts(num_experts), gate=Gate(num_experts, 1), aux_loss_coef=0.0)
+    theirs = {*nn.Module().__dict__, "num_experts"}
+    own = {name: value for name, value in plain.__dict__.items() if name not in theirs}
+    return own | {"gate": plain.gate}
+
+
 class RoutedExperts(Replacement, MoELayer):
     """A MoELayer that others choose for: called with tokens [T, dim], experts [T, k] and weights [T, k].
 
     Its class is joined with that of transformers, whose parameters it runs. Experts from num_experts on are no routes.
     """
 
-    _added: ClassVar[tuple[str, ...]] = (
-        *("dim", "top_k", "gate", "capacity", "losses", "shared", "load", "_ranks"),
-        *("wire_dtype", "node_memory", "chunks", "loss_factor"),
-    )
+    _added: ClassVar[tuple[str, ...]] = tuple(_attributes(1, 1))
 
     @classmethod
     def _base(cls) -> type:
@@ -184,21 +188,12 @@ def _take_over(module: Any) -> None:
     register_rule(joined, plan_routed_experts)
     number = int(module.num_experts)
     top_k = getattr(getattr(module, "config", None), "num_experts_per_tok", None)
+    dim = module.down_proj.shape[2 if module.is_transposed else 1]
+    attributes = _attributes(dim, number)
+    if isinstance(top_k, int):
+        attributes["top_k"] = min(top_k, number)
     module.__class__ = joined
-    module.__dict__.update(
-        dim=module.down_proj.shape[2 if module.is_transposed else 1],
-        top_k=min(top_k, number) if isinstance(top_k, int) else 1,
-        gate=Gate(number, 1),  # no member: the block's router chooses
-        capacity=Capacity(),
-        losses=Coefficients(),
-        shared=None,
-        load=None,
-        _ranks=None,
-        wire_dtype=None,
-        node_memory=True,
-        chunks=1,
-        loss_factor=1.0,
-    )
+    module.__dict__.update(attributes)
 
 
 register_class("RoutedExperts", "experts", functools.partial(joined_class, SplitRoutedExperts))
