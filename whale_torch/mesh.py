@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import socket
+import threading
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
@@ -249,6 +250,9 @@ def surroundings() -> Surroundings:
     return Surroundings(read("RANK"), read("WORLD_SIZE"), read("GROUP_RANK"), read("LOCAL_WORLD_SIZE"), cores)
 
 
+_LEAVE_S = 5.0
+
+
 def _end(*, ours: bool) -> None:
     """Leaves the world at the end of the process, so that nothing is leaked or warned about.
 
@@ -257,14 +261,20 @@ def _end(*, ours: bool) -> None:
     """
     if failed():
         return
+    held: list[object] = [group.process_group for group in _pool.made]
     if ours and dist.is_initialized():
+        held.append(dist.group.WORLD)
         dist.destroy_process_group()
     if not dist.is_initialized():
-        # the last reference joins gloo's threads; one that still runs when the interpreter goes aborts the process
         _pool.clear()
         for group in list(_pool.made):
             group.process_group = None
         gloo.forget_devices()
+        # The last reference joins gloo's threads: one that still runs when the interpreter goes can abort the process.
+        # With a message under way they run until its time-out, for which nobody waits.
+        last = threading.Thread(target=held.clear, daemon=True)
+        last.start()
+        last.join(_LEAVE_S)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-__all__ = ["LossPart", "loss_part"]
+__all__ = ["WHOLE", "LossPart", "loss_part"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,10 @@ class LossPart:
             _PART.reset(token)
 
 
-_PART: ContextVar[LossPart] = ContextVar("loss_part", default=LossPart())  # noqa: B039 - it is frozen
+WHOLE = LossPart()
+"""A step of its own, whose loss is not scaled."""
+
+_PART: ContextVar[LossPart] = ContextVar("loss_part", default=WHOLE)
 
 
 def loss_part() -> LossPart:

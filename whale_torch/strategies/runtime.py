@@ -16,7 +16,7 @@ from whale_torch.comm.columns import Columns, plain
 from whale_torch.comm.cut_tensor import dtypes_of_trained
 from whale_torch.comm.gradients import GradientReducer, Gradients
 from whale_torch.comm.local_random import stream_code
-from whale_torch.comm.loss_part import LossPart
+from whale_torch.comm.loss_part import WHOLE, LossPart
 from whale_torch.comm.region import Region
 from whale_torch.comm.registry import place_of, set_place
 from whale_torch.comm.scale import Witness
@@ -92,7 +92,7 @@ class Runtime:
         self._reader = reader
         self.plan, self.mesh, self.regions, self._make_reducers = plan, mesh, regions, make_reducers
         self.call: Call | None = None
-        self.loss_part = LossPart()
+        self.loss_part = WHOLE
         self._delayed = [
             m for m in model.modules() if isinstance(m, ColumnLinear) and m.weight.numel() >= delayed.MIN_ELEMENTS
         ]
@@ -121,11 +121,18 @@ class Runtime:
         """One forward of the whole model: rows counted, outputs weighed and reducers armed by them."""
         if self.call is not None:  # the model calls itself
             return forward(model, *args, **kwargs)
-        with self.loss_part.entered():
-            if self.mesh.world == 1 or (model.training and torch.is_grad_enabled()):
-                return self._run(forward, model, args, kwargs)
-            with _evaluated(model):
-                return self._run(forward, model, args, kwargs)
+        if self.loss_part is not WHOLE:  # which torch.compile could not follow
+            with self.loss_part.entered():
+                return self._run_or_evaluate(forward, model, args, kwargs)
+        return self._run_or_evaluate(forward, model, args, kwargs)
+
+    def _run_or_evaluate(
+        self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.mesh.world == 1 or (model.training and torch.is_grad_enabled()):
+            return self._run(forward, model, args, kwargs)
+        with _evaluated(model):
+            return self._run(forward, model, args, kwargs)
 
     def _run(self, forward: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grad = torch.is_grad_enabled()
