@@ -79,7 +79,7 @@ def test_the_ported_script_trains_the_same_model(tmp_path: Path) -> None:
     ("section", "index"),
     [(name, index) for name in EXACT for index, (code, _) in enumerate(sections()[name]) if "parallelize" in code],
 )
-@pytest.mark.matrix(keep=3)
+@pytest.mark.matrix(keep=1)
 def test_what_is_called_exact_is_the_same_on_any_number_of_ranks(section: str, index: int, tmp_path: Path) -> None:
     code, _ = sections()[section][index]
     if "transformers" in code:

@@ -102,7 +102,7 @@ def in_double() -> Iterator[None]:
 @pytest.mark.parametrize("rows", [[4], [3, 3], [5, 1, 2], [0, 4, 1, 2]], ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.matrix(keep=5)
+@pytest.mark.matrix(keep=3)
 def test_ranks_equal_one_process(kind: str, options: str, rows: list[int], in_double: None) -> None:
     results = world(len(rows), double_rank, kind, OPTIONS[options], rows)
     one = expected(kind, OPTIONS[options], rows)

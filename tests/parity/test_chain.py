@@ -64,7 +64,7 @@ def _error(model: nn.Module, plain: nn.Module) -> float:
     return relative_error(gradients(model), {name: p.grad for name, p in plain.named_parameters()})
 
 
-@pytest.mark.matrix(keep=8)
+@pytest.mark.matrix(keep=5)
 @pytest.mark.parametrize("kind", ["two models", "one model twice", "recurrent", "both ways"])
 @pytest.mark.parametrize(
     ("scope", "rows"),

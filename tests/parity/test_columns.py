@@ -111,7 +111,7 @@ def _uses(rank: int, n: int, layout: str, num_classes: int, counts: list[int], i
     return {name: compare(case, use, whole_batch=False, inside=inside) for name, use in uses.items()}
 
 
-@pytest.mark.matrix(keep=8)
+@pytest.mark.matrix(keep=5)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(("n", "layout", "num_classes", "counts"), LAYOUTS)
 def test_gradients(n: int, layout: str, num_classes: int, counts: list[int], inside: bool) -> None:

@@ -194,6 +194,7 @@ def test_an_evaluation_after_the_others_ended() -> None:
     assert isinstance(mine.error, CommError) and "model(...) in evaluation of " in str(mine.error), mine
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_whole_state_dict_on_one_rank_only() -> None:
     mine, other = _outcomes(2, "keeps_the_state_alone", "own")
     assert isinstance(mine.error, CommError) and str(mine.error).startswith("wh.full_state_dict(model): "), mine

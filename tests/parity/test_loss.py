@@ -91,7 +91,7 @@ def _losses(
     return errors
 
 
-@pytest.mark.matrix(keep=8)
+@pytest.mark.matrix(keep=5)
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize(("n", "layout", "num_classes", "counts"), LAYOUTS)
 def test_gradients(n: int, layout: str, num_classes: int, counts: list[int], inside: bool) -> None:

@@ -223,7 +223,7 @@ REFUSED = ("Olmoe", "whole")  # its attention normalises queries over all heads
 @pytest.mark.parametrize(
     ("kind", "layout"), [pair for pair in itertools.product([*MODELS, "upcycled"], LAYOUTS) if pair != REFUSED]
 )
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_experts_of_transformers_on_ranks_are_one_process(kind: str, n: int, layout: str, counts: list[int]) -> None:
     for *errors, experts in world(n, _trained, kind, layout, counts, timeout=300):
         assert max(errors) < BAR, errors

@@ -428,7 +428,7 @@ def _pseudo_then_real(rank: int, n: int, layout: str, kind: str) -> list[float]:
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("layout", SPLITS)
 @pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.matrix(keep=3)
+@pytest.mark.matrix(keep=2)
 def test_on_ranks_pseudo_then_real_is_one_process(n: int, layout: str, kind: str) -> None:
     if n == 1 and layout in ("pairs", "shared"):
         n = 2

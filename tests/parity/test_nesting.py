@@ -141,7 +141,7 @@ def trained(kind: str, n: int) -> dict[object, list[dict[str, object] | str]]:
     return {key: [found[i] for found in by_rank] for i, key in enumerate(cases)}
 
 
-@pytest.mark.matrix(keep=20)
+@pytest.mark.matrix(keep=13)
 @pytest.mark.parametrize("name", NESTINGS)
 def test_every_nesting_trains_as_one_process_does(name: str) -> None:
     case = NESTINGS[name]
@@ -151,14 +151,14 @@ def test_every_nesting_trains_as_one_process_does(name: str) -> None:
 
 @pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.matrix(keep=12)
+@pytest.mark.matrix(keep=8)
 def test_with_every_variation(form: str, variation: str) -> None:
     case = varied(form, variation)
     found = compare(case, trained("variation", case.world)[form, variation], 1)
     assert all(error <= BAR for error in found.values()), (found, case)
 
 
-@pytest.mark.matrix(keep=10)
+@pytest.mark.matrix(keep=6)
 @pytest.mark.parametrize(("mutation", "name"), FAULTS)
 def test_the_comparison_finds_faults(mutation: str, name: str) -> None:
     case = faulty(mutation, name)

@@ -93,7 +93,7 @@ def _trained(
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rows", ["even", "uneven"])
 @pytest.mark.parametrize("schedule", NAMES)
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=2)
 def test_a_pipeline_is_one_process(name: str, n: int, rows: str, schedule: str) -> None:
     options = {"num_micro_batches": 3, "schedule": schedule}
     for losses, gradients, state, _ in world(n, _trained, name, rows, 2, options):

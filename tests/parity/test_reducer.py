@@ -43,7 +43,7 @@ def precise_rank(rank: int, n: int, dtype: torch.dtype | None, options: dict[str
 
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize(("n", "local"), [(2, 2), (4, 4), (8, 8), (4, 2), (8, 4), (8, 2)])
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=2)
 def test_every_dtype_flat_and_hierarchical(n: int, local: int, dtype: torch.dtype | None) -> None:
     results = world(n, precise_rank, dtype, {"all_reduce": "auto" if local < n else "flat"}, local_world_size=local)
     expected = one_process("mlp", rows_of(n, "uneven"), 1)

@@ -41,7 +41,7 @@ WORLDS = (1, 2, 3, 4, 8)
 @pytest.mark.parametrize("n", WORLDS)
 @pytest.mark.parametrize("kind", ["even", "uneven", "empty"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.matrix(keep=6)
+@pytest.mark.matrix(keep=4)
 def test_ranks_equal_one_process(name: str, kind: str, n: int) -> None:
     rows, steps = rows_of(n, kind), 3
     expected = one_process(name, rows, steps)
@@ -557,7 +557,7 @@ def fed_rank(rank: int, n: int, change: str, training: bool) -> str:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("change", ["order", "bit", "rows", "pairs"])
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=2)
 def test_ranks_of_one_replica_fed_differently_raise(change: str, training: bool) -> None:
     texts = world(4, fed_rank, change, training)
     assert len(set(texts)) == 1, "every rank raises, with one text"

@@ -88,7 +88,7 @@ ONCE = ["plain", "no bias", "frozen weight", "frozen bias", "twice", "recomputed
 SEVERAL = ["retained", "asked first", "in two parts", "ended by an error"]
 
 
-@pytest.mark.matrix(keep=8)
+@pytest.mark.matrix(keep=5)
 @pytest.mark.parametrize("kind", ONCE + SEVERAL)
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_gradient_put_off_is_the_same(kind: str, n: int) -> None:

@@ -89,7 +89,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.matrix(keep=3)
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     ("mode", "n"), [("own", 2), ("own", 3), ("own", 4), ("shared", 2), ("shared", 4), ("pairs", 4)]
 )

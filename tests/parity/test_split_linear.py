@@ -100,7 +100,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(("mode", "n"), WORLDS)
 @pytest.mark.parametrize("sizes", [even, uneven])
 def test_linear_layers_equal_one_process(mode: str, n: int, sizes: Any) -> None:

@@ -162,7 +162,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.matrix(keep=3)
+@pytest.mark.matrix(keep=2)
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("mode", "n"), PLACEMENTS)

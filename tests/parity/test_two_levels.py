@@ -38,7 +38,7 @@ def _exchange(rank: int, ranks: int, counts: list[int]) -> None:
     dist.barrier()  # a process that ends takes its part of an exchange along
 
 
-@pytest.mark.matrix(keep=5)
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 3), (8, 2), (8, 4)])
 @pytest.mark.parametrize("rows", ["even", "uneven", "empty"])
 def test_equal_flat_exchanges(ranks: int, per_node: int, rows: str) -> None:

@@ -78,6 +78,7 @@ def _late(rank: int, n: int) -> float:
     return -1.0
 
 
+@pytest.mark.matrix(keep=0)
 def test_every_group_has_the_time_out_that_was_given() -> None:
     waited, _ = world(2, _late)
     assert 1.5 < waited < 8
@@ -207,7 +208,8 @@ def _torchrun(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProc
     return done, time.time()
 
 
-@pytest.mark.parametrize("how", ["", "destroy", pytest.param("own destroy", marks=pytest.mark.matrix(keep=0))])
+@pytest.mark.parametrize("how", ["", "destroy", "own destroy"])
+@pytest.mark.matrix(keep=1)
 def test_processes_end_quickly_and_without_a_word(tmp_path: Path, how: str) -> None:
     """A thread of gloo that still runs when the interpreter goes can abort the process."""
     done, end = _torchrun(tmp_path, *how.split())

@@ -92,7 +92,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.matrix(keep=3)
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("n", range(1, 9))
 def test_ranks_meet_and_results_come_in_rank_order(n: int) -> None:
     results = world(n, _sum_of_ranks, 10.0)
