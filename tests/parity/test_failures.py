@@ -163,7 +163,7 @@ def test_an_operation_on_one_rank_only(n: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["own", "shared"])
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 def test_an_operation_on_one_rank_while_others_run_backward(layout: str) -> None:
     mine, *others = _outcomes(2, "metric_before_backward", layout)
     assert isinstance(mine.error, CommError) and "'max' over" in str(mine.error)
@@ -244,7 +244,7 @@ def test_a_rank_that_sleeps_is_named_within_the_time_out(layout: str, options: d
 
 
 @pytest.mark.parametrize("layout", ["own", "shared", "replica"])
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 def test_a_rank_that_skips_backward(layout: str) -> None:
     ended = _outcomes(2, "skips_backward", layout)
     for o in ended:
