@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
-import re
 from collections.abc import Mapping
 from typing import cast
 
@@ -22,6 +20,7 @@ from whale_torch.annotation import (
 )
 from whale_torch.capture import Scope, call_site, open_scopes
 from whale_torch.errors import AnnotationError
+from whale_torch.names import matching
 
 __all__ = ["annotate"]
 
@@ -55,7 +54,8 @@ def annotate(
     matched: dict[nn.Module, list[str]] = {}
     for pattern, value in patterns.items():
         found[pattern] = tuple(scope.entry() for scope in _as_scopes(f"pattern {pattern!r}", value, site))
-        for module in _matches(pattern, names, site):
+        hits = matching(pattern, names, call="annotate", site=site, kind=AnnotationError)
+        for module in dict.fromkeys(names[name] for name in hits):
             matched.setdefault(module, []).append(pattern)
     if not found:
         raise AnnotationError("annotate(): no pattern was given.", where=site, fix="give {name_regex: scope}.")
@@ -90,28 +90,6 @@ def _as_scopes(what: str, value: object, site: str) -> tuple[Scope, ...]:
                 fix="give a scope such as wh.split(), with parentheses, or a tuple of scopes, outer to inner.",
             )
     return cast("tuple[Scope, ...]", scopes)
-
-
-def _matches(pattern: str, names: Mapping[str, nn.Module], site: str) -> list[nn.Module]:
-    try:
-        regex = re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise AnnotationError(
-            f"annotate(): pattern {pattern!r} is not a regular expression: {error}.",
-            where=site,
-            fix="write the names of model.named_modules() as a Python regular expression; a dot is '\\.'.",
-        ) from error
-    modules = list(dict.fromkeys(module for name, module in names.items() if regex.fullmatch(name)))
-    if not modules:
-        known = [name for name in names if name]
-        close = difflib.get_close_matches(pattern.replace("\\", ""), known, n=3)
-        hint = f"Close names: {', '.join(map(repr, close))}." if close else f"The model has {len(known)} names."
-        raise AnnotationError(
-            f"annotate(): pattern {pattern!r} matches no module. {hint}",
-            where=site,
-            fix=f"patterns match whole names of model.named_modules(), such as {', '.join(map(repr, known[:3]))}.",
-        )
-    return modules
 
 
 def _nested(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import re
+from collections.abc import Iterable, Iterator
 
-__all__ = ["containers", "joined", "outward"]
+from whale_torch.errors import WhaleError
+
+__all__ = ["containers", "joined", "matching", "outward"]
 
 
 def joined(module: str, key: str) -> str:
@@ -23,3 +27,30 @@ def outward(name: str) -> Iterator[str]:
     """A module's own name, then those of what contains it."""
     yield name
     yield from containers(name)
+
+
+def matching(pattern: str, names: Iterable[str], *, call: str, site: str, kind: type[WhaleError]) -> list[str]:
+    """The names that a regular expression matches as a whole.
+
+    Raises the kind of error, for `call` at `site`, for a pattern that is none and for one that matches nothing.
+    """
+    try:
+        regex = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise kind(
+            f"{call}(): pattern {pattern!r} is not a regular expression: {error}.",
+            where=site,
+            fix="write the names of model.named_modules() as a Python regular expression; a dot is '\\.'.",
+        ) from error
+    names = list(names)
+    found = [name for name in names if regex.fullmatch(name)]
+    if not found:
+        known = [name for name in names if name]
+        close = difflib.get_close_matches(pattern.replace("\\", ""), known, n=3)
+        hint = f"Close names: {', '.join(map(repr, close))}." if close else f"The model has {len(known)} names."
+        raise kind(
+            f"{call}(): pattern {pattern!r} matches no module. {hint}",
+            where=site,
+            fix=f"patterns match whole names of model.named_modules(), such as {', '.join(map(repr, known[:3]))}.",
+        )
+    return found

@@ -75,6 +75,8 @@ NESTINGS |= {
     ),
 }
 
+Kept = frozenset[tuple[str, ...]]
+
 FORMS = (
     "classifier, 3",
     "nested pairs, 4",
@@ -127,42 +129,53 @@ def faulty(mutation: str, name: str) -> Case:
     return replace(NESTINGS[name], **changes.get(mutation, {}))
 
 
+@pytest.fixture
+def kept(request: pytest.FixtureRequest) -> Kept:
+    """The cases of a test that this run of the suite has."""
+    mine = (item for item in request.session.items if isinstance(item, pytest.Function))
+    return frozenset(
+        tuple(item.callspec.params[name] for name in sorted(item.callspec.params))
+        for item in mine
+        if item.path == request.node.path and item.originalname == request.node.originalname
+    )
+
+
 @cache
-def trained(kind: str, n: int) -> dict[object, list[dict[str, object] | str]]:
-    """What each rank of a world of n returned for all cases of a kind: one world for all of them."""
+def trained(kind: str, n: int, kept: Kept) -> dict[object, list[dict[str, object] | str]]:
+    """What each rank of a world of n returned for the kept cases of a kind: one world for all of them."""
     cases: dict[object, tuple[Case, str | None, int]] = {}
     if kind == "nesting":
-        cases |= {name: (c, None, 3) for name, c in NESTINGS.items() if c.world == n}
+        cases |= {name: (NESTINGS[name], None, 3) for (name,) in kept if NESTINGS[name].world == n}
     if kind == "variation":
-        cases |= {(f, v): (varied(f, v), None, 1) for f in FORMS for v in VARIATIONS if NESTINGS[f].world == n}
+        cases |= {(f, v): (varied(f, v), None, 1) for f, v in kept if NESTINGS[f].world == n}
     if kind == "fault":
-        cases |= {(m, name): (faulty(m, name), m, 1) for m, name in FAULTS if NESTINGS[name].world == n}
+        cases |= {(m, name): (faulty(m, name), m, 1) for m, name in kept if NESTINGS[name].world == n}
     by_rank = world(n, train_all, list(cases.values()), timeout=300)
     return {key: [found[i] for found in by_rank] for i, key in enumerate(cases)}
 
 
 @pytest.mark.matrix(keep=13)
 @pytest.mark.parametrize("name", NESTINGS)
-def test_every_nesting_trains_as_one_process_does(name: str) -> None:
+def test_every_nesting_trains_as_one_process_does(name: str, kept: Kept) -> None:
     case = NESTINGS[name]
-    found = compare(case, trained("nesting", case.world)[name])
+    found = compare(case, trained("nesting", case.world, kept)[name])
     assert all(error <= BAR for error in found.values()), (found, case)
 
 
 @pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.matrix(keep=8)
-def test_with_every_variation(form: str, variation: str) -> None:
+def test_with_every_variation(form: str, variation: str, kept: Kept) -> None:
     case = varied(form, variation)
-    found = compare(case, trained("variation", case.world)[form, variation], 1)
+    found = compare(case, trained("variation", case.world, kept)[form, variation], 1)
     assert all(error <= BAR for error in found.values()), (found, case)
 
 
 @pytest.mark.matrix(keep=6)
 @pytest.mark.parametrize(("mutation", "name"), FAULTS)
-def test_the_comparison_finds_faults(mutation: str, name: str) -> None:
+def test_the_comparison_finds_faults(mutation: str, name: str, kept: Kept) -> None:
     case = faulty(mutation, name)
-    found = compare(case, trained("fault", case.world)[mutation, name], 1)
+    found = compare(case, trained("fault", case.world, kept)[mutation, name], 1)
     assert not found["grad"] <= 100 * BAR, found
 
 

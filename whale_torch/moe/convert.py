@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +13,7 @@ from whale_torch.capture import call_site
 from whale_torch.errors import PlanError
 from whale_torch.moe.dense import spread_feed_forward
 from whale_torch.moe.upcycling import upcycle
+from whale_torch.names import matching
 from whale_torch.strategies.runtime import is_parallelized
 
 __all__ = ["convert"]
@@ -48,7 +47,7 @@ def convert(model: nn.Module, patterns: Mapping[str, Conversion]) -> nn.Module:
     names = dict(model.named_modules(remove_duplicate=False))
     matched: dict[nn.Module, tuple[str, str]] = {}
     for pattern in patterns:
-        for name in _matches(pattern, names, site):
+        for name in matching(pattern, names, call="convert", site=site, kind=PlanError):
             known = matched.setdefault(names[name], (name, pattern))
             if known[1] != pattern:
                 raise _refused(f"'{name}' is matched by {known[1]!r} and by {pattern!r}", site, "one pattern a module")
@@ -93,28 +92,6 @@ def _made(module: nn.Module, name: str, conversion: Conversion, site: str) -> nn
             f"the conversion of '{name}' gives {type(made).__name__}", site, "a function that returns an nn.Module"
         )
     return made
-
-
-def _matches(pattern: str, names: Mapping[str, nn.Module], site: str) -> list[str]:
-    try:
-        regex = re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise PlanError(
-            f"convert(): pattern {pattern!r} is not a regular expression: {error}.",
-            where=site,
-            fix="write the names of model.named_modules() as a Python regular expression; a dot is '\\.'.",
-        ) from error
-    found = [name for name in names if regex.fullmatch(name)]
-    if not found:
-        known = [name for name in names if name]
-        close = difflib.get_close_matches(pattern.replace("\\", ""), known, n=3)
-        hint = f"Close names: {', '.join(map(repr, close))}." if close else f"The model has {len(known)} names."
-        raise PlanError(
-            f"convert(): pattern {pattern!r} matches no module. {hint}",
-            where=site,
-            fix=f"patterns match whole names of model.named_modules(), such as {', '.join(map(repr, known[:3]))}.",
-        )
-    return found
 
 
 def _check_not_shared(pattern: str, conversion: Conversion, number: int, site: str) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "places_of",
     "price",
     "reduce_bytes",
+    "shards_among",
     "shards_of",
     "split_bytes",
 ]
@@ -150,8 +151,12 @@ def may_call_losses(model: nn.Module) -> bool:
 
 def shards_of(plan: Plan, model: nn.Module) -> dict[str, Shard]:
     """Shard of every cut parameter by its first name."""
-    modules = dict(model.named_modules(remove_duplicate=False))
     first = {id(p): name for name, p in model.named_parameters()}
+    return shards_among(plan, dict(model.named_modules(remove_duplicate=False)), first)
+
+
+def shards_among(plan: Plan, modules: Mapping[str, nn.Module], first: Mapping[int, str]) -> dict[str, Shard]:
+    """The same of modules by name. first: of each parameter, by id, its first name."""
     found: dict[str, Shard] = {}
     for cut in plan.cuts:
         for key, shard in cut.shards:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from whale_torch.planning.cost import gradient_traffic, reduce_bytes
+from whale_torch.planning.cost import gradient_traffic, reduce_bytes, shards_among
 from whale_torch.planning.gradients import local_numel, plan_reduces
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.plan import Plan
@@ -35,13 +35,7 @@ def untied(plan: Plan, modules: Mapping[str, nn.Module]) -> Plan:
     """
     held = named_once(modules)
     first = {id(p): name for name, p in held.items()}
-    shards: dict[str, Shard] = {}
-    for cut in plan.cuts:
-        for key, shard in cut.shards:
-            owner, _, attribute = cut.full_name(key).rpartition(".")
-            p = modules[owner]._parameters[attribute]
-            if p is not None:
-                shards.setdefault(first[id(p)], shard)
+    shards = shards_among(plan, modules, first)
     whole = {name: _whole(p, shards.get(name)) for name, p in held.items()}
     owner_of = {name: plan.taskgraph_of(name.rpartition(".")[0]).index for name in whole}
     devices = {device.name: device for device in plan.devices}

@@ -1,0 +1,1 @@
+"""What recording a forward costs, against one forward without memory."""

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.recording`."""
+
+from benchmarks.recording.main import main
+
+raise SystemExit(main())
