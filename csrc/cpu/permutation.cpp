@@ -4,38 +4,10 @@
 #include <cstring>
 #include <memory>
 
-#include "../common/arguments.h"
-#include "dispatch.h"
+#include "rows.h"
 
 namespace whale::cpu {
 namespace {
-
-constexpr int64_t kGrain = 32768;  // elements a thread takes at least
-
-int64_t grain_of(int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); }
-
-// A matrix by its rows, whose elements are adjacent.
-struct Rows {
-  char* data;
-  Dtype dtype;
-  int64_t num_rows, num_features, row_bytes;
-
-  char* at(int64_t row) const { return data + row * row_bytes; }
-  int64_t bytes() const { return num_features * kElementBytes[dtype]; }
-};
-
-Rows rows_of(const Tensor& tensor, const char* op) {
-  const Dtype dtype = dtype_of(tensor, op);
-  return {static_cast<char*>(tensor.data_ptr()), dtype, tensor.size(0), tensor.size(1),
-          tensor.stride(0) * kElementBytes[dtype]};
-}
-
-void check_positions(const int32_t* position, int64_t num_routes, int64_t num_rows, const char* op) {
-  STD_TORCH_CHECK(num_routes <= INT32_MAX, op, ": routes are numbered in int32");
-  int32_t largest = -1;
-  for (int64_t route = 0; route < num_routes; ++route) largest = std::max(largest, position[route]);
-  STD_TORCH_CHECK(largest < num_rows, op, ": a position is ", largest, " of ", num_rows, " rows");
-}
 
 // The route that names each row, or -1: rows are then written one after the other, which is faster than here and there.
 std::vector<int32_t> routes_of_rows(const Tensor& positions, int64_t num_rows, const char* op) {
@@ -61,11 +33,6 @@ void for_each_row(const std::vector<int32_t>& routes, const Rows& to, const Writ
       }
     }
   });
-}
-
-template <class Call>
-void with_wide(ScalarType wide, const Call& call) {
-  return wide == ScalarType::Double ? call(double()) : call(float());
 }
 
 void permute(Tensor x, Tensor positions, Tensor out) {

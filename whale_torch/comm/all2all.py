@@ -21,6 +21,7 @@ from whale_torch.comm.node_memory import NodeMemory
 from whale_torch.comm.node_routes import NodeRoutes
 from whale_torch.comm.route_costs import RouteCosts, measure_routes
 from whale_torch.comm.routes import Arrival, begin_flat, begin_two_levels
+from whale_torch.comm.shared_rows import SharedRows
 from whale_torch.comm.splits import Splits, gather_splits
 from whale_torch.errors import LayoutError
 from whale_torch.mesh import Group, Mesh
@@ -93,6 +94,17 @@ class AllToAll:
             exchange.begin(x)
             return Underway(None, exchange)
         return Underway(_Begin.apply(x, exchange), exchange)  # type: ignore[no-untyped-call]
+
+    def in_memory(self, splits: Splits, row_bytes: int) -> SharedRows | None:
+        """Places of rows that are written where they are wanted: where all ranks share memory, and it is large enough.
+
+        Every rank of the group asks, at the same place among its exchanges.
+        """
+        if self._node is None or self.group.levels is not None:
+            return None
+        if not self._node.memory.provide(self._node.slot_bytes("shared", splits, row_bytes)):
+            return None
+        return SharedRows(self._node, splits, self.name)
 
     def routes(self) -> list[str]:
         """The ways that rows can take here."""

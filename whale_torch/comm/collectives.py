@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from whale_torch.comm.failure import explain
 from whale_torch.mesh import Group, TwoLevels
+from whale_torch.ops import buffers
 
 __all__ = [
     "Spread",
@@ -233,7 +234,7 @@ def all_to_all_rows_async(
     if group.size == 1:
         return lambda: x
     x = x.contiguous()
-    out = x.new_empty(sum(received), *x.shape[1:]) if out is None else out
+    out = buffers.empty(sum(received), *x.shape[1:], like=x) if out is None else out
     row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else 0)
     group.count((sum(sent) - sent[group.index]) * row_bytes, name)
     work = _run(group, name, lambda: _start_all_to_all(out, x, group, received, sent))

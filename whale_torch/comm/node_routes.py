@@ -23,6 +23,7 @@ from whale_torch.comm.node_memory import NUM_SLOTS, Flag, NodeMemory
 from whale_torch.comm.routes import Arrival, node_matrix
 from whale_torch.comm.splits import Splits
 from whale_torch.mesh import Group
+from whale_torch.ops import buffers
 
 __all__ = ["NodeRoutes"]
 
@@ -130,6 +131,21 @@ class NodeRoutes:
         self._flights.append(_Flight(lambda: rows))
         return rows
 
+    def open(self, name: str) -> tuple[int, Tensor]:
+        """(number, slot) of an exchange in which ranks write and read the slot themselves; it has room already."""
+        number = self._next(name)
+        self._flights.append(_Flight(lambda: torch.empty(0)))
+        return number, self.memory.slot(number)
+
+    def meet(self, number: int, name: str) -> None:
+        """Tells that this rank has written, and waits for the others."""
+        self.memory.post(Flag.WRITTEN, number)
+        self.memory.wait(Flag.WRITTEN, number, name)
+
+    def close(self, number: int) -> None:
+        """Tells that this rank has read."""
+        self.memory.post(Flag.READ, number)
+
     def _next(self, name: str) -> int:
         """The number of a new exchange, whose slot is free."""
         if len(self._flights) == NUM_SLOTS:
@@ -159,7 +175,7 @@ class NodeRoutes:
 
     def _one_node(self, x: Tensor, places: _Places, number: int, name: str) -> Callable[[], Tensor]:
         memory, me, slot = self.memory, self._inside.index, self.memory.slot(number)
-        out = x.new_empty(places.num_rows, x.shape[1])
+        out = buffers.empty(places.num_rows, x.shape[1], like=x)
         own = places.sent[me]
         out.narrow(0, sum(places.received[:me]), own).copy_(x.narrow(0, sum(places.sent[:me]), own))
 
@@ -245,7 +261,7 @@ class NodeRoutes:
                 memory.post(Flag.ARRIVED, number)
             else:
                 memory.wait(Flag.ARRIVED, number, f"{name} between nodes", [0])
-            out = x.new_empty(places.num_rows, row_bytes)
+            out = buffers.empty(places.num_rows, row_bytes, like=x)
             ops.copy_blocks(slot, places.read, out.view(-1))
             memory.post(Flag.READ, number)
             return out

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from whale_torch.errors import PlanError
-from whale_torch.moe.feed_forward import ACTIVATIONS, Block, feed_forward
+from whale_torch.moe.feed_forward import ACTIVATIONS, Block, Stacks, feed_forward
 
 __all__ = ["Experts", "FeedForward", "Stacked"]
 
@@ -80,12 +80,16 @@ class FeedForward(Experts):
         )
 
     def on_blocks(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
-        given = (x, self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            given = tuple(None if t is None else t.to(dtype) for t in given)  # type: ignore[assignment]
-        x, *stacks = given
-        return feed_forward(x, blocks, self.activation, *stacks)  # type: ignore[arg-type]
+        x, stacks = self.cast(x)
+        return feed_forward(x, blocks, self.activation, *stacks)
+
+    def cast(self, x: Tensor) -> tuple[Tensor, Stacks]:
+        """x and the weights in the type that they are multiplied in."""
+        stacks = Stacks(self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
+        if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+            return x, stacks
+        dtype = torch.get_autocast_dtype(x.device.type)
+        return x.to(dtype), Stacks(*(None if t is None else t.to(dtype) for t in stacks))  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         gated = ", gated" if self.gated else ""

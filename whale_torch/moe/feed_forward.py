@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["ACTIVATIONS", "Activation", "Block", "feed_forward"]
+from whale_torch.ops import buffers
+
+__all__ = ["ACTIVATIONS", "Activation", "Block", "Hidden", "Stacks", "feed_forward", "run_backward", "run_forward"]
 
 Block = tuple[int, int, int]
 """An expert, and from where to where its rows lie; an expert may have several blocks."""
@@ -70,68 +72,106 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+class Stacks(NamedTuple):
+    """The weights of all experts: w1, w3 [experts, hidden, dim], w2 [experts, dim, hidden], biases [experts, ...]."""
+
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+    w3: Tensor | None
+    b3: Tensor | None
+
+
+class Hidden(NamedTuple):
+    """What backward needs: h before and a after the activation, u what a gate multiplies; each [rows, hidden]."""
+
+    h: Tensor
+    a: Tensor
+    u: Tensor | None
+
+
+def run_forward(x: Tensor, blocks: Sequence[Block], activation: Activation, stacks: Stacks, y: Tensor) -> Hidden:
+    """Writes what experts give their blocks of x to y."""
+    w1, b1, w2, b2, w3, b3 = stacks
+    rows, hidden = len(x), w1.shape[1]
+    h, a = buffers.empty(rows, hidden, like=x), buffers.empty(rows, hidden, like=x)
+    u = None if w3 is None else buffers.empty(rows, hidden, like=x)
+    for e, start, end in blocks:
+        if start == end:
+            continue
+        part, active = x[start:end], a[start:end]
+        _affine(part, w1[e], None if b1 is None else b1[e], h[start:end])
+        activation.forward(h[start:end], active)
+        if u is not None and w3 is not None:
+            _affine(part, w3[e], None if b3 is None else b3[e], u[start:end])
+            active = active * u[start:end]
+        _affine(active, w2[e], None if b2 is None else b2[e], y[start:end])
+    return Hidden(h, a, u)
+
+
+def run_backward(
+    dy: Tensor,
+    x: Tensor,
+    hidden: Hidden,
+    blocks: Sequence[Block],
+    activation: Activation,
+    stacks: Stacks,
+    wanted: Sequence[bool],
+    dx: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the stacks that are wanted; writes that of x to dx."""
+    (h, a, u), (w1, b1, w2, b2, w3, b3) = hidden, stacks
+    d1, d2, d3 = (_Stack(w, want) for w, want in zip((w1, w2, w3), wanted[::2], strict=True))
+    e1, e2, e3 = (_Sums(b, want) for b, want in zip((b1, b2, b3), wanted[1::2], strict=True))
+    for e, start, end in blocks:
+        if start == end:
+            continue
+        part, grad, before, active = x[start:end], dy[start:end], h[start:end], a[start:end]
+        d2.add(e, grad, active if u is None else active * u[start:end])
+        e2.add(e, grad)
+        da = grad @ w2[e]
+        du = None
+        if u is not None:
+            du, da = da * active, da * u[start:end]
+        dh = activation.backward(da, before)
+        d1.add(e, dh, part)
+        e1.add(e, dh)
+        if dx is not None:
+            torch.mm(dh, w1[e], out=dx[start:end])
+        if du is not None and w3 is not None:
+            d3.add(e, du, part)
+            e3.add(e, du)
+            if dx is not None:
+                dx[start:end].addmm_(du, w3[e])
+    return d1.done(), e1.done(), d2.done(), e2.done(), d3.done(), e3.done()
+
+
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, blocks: list[Block], activation: Activation, w1: Tensor, b1: Any, w2: Tensor, b2: Any,
-        w3: Any, b3: Any,
-    ) -> Tensor:  # fmt: skip
-        rows, hidden = len(x), w1.shape[1]
-        h, a = x.new_empty(rows, hidden), x.new_empty(rows, hidden)
-        u = None if w3 is None else x.new_empty(rows, hidden)
-        y = x.new_empty(rows, w2.shape[1])
-        for e, start, end in blocks:
-            if start == end:
-                continue
-            part, active = x[start:end], a[start:end]
-            _affine(part, w1[e], None if b1 is None else b1[e], h[start:end])
-            activation.forward(h[start:end], active)
-            if u is not None:
-                _affine(part, w3[e], None if b3 is None else b3[e], u[start:end])
-                active = active * u[start:end]
-            _affine(active, w2[e], None if b2 is None else b2[e], y[start:end])
-        ctx.save_for_backward(x, h, a, u, w1, w2, w3)
+    def forward(ctx: Any, x: Tensor, blocks: list[Block], activation: Activation, *stacks: Any) -> Tensor:
+        given = Stacks(*stacks)
+        y = buffers.empty(len(x), given.w2.shape[1], like=x)
+        ctx.save_for_backward(x, *run_forward(x, blocks, activation, given, y), *given)
         ctx.blocks, ctx.activation = blocks, activation
-        ctx.biases = [bias is not None for bias in (b1, b2, b3)]
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, h, a, u, w1, w2, w3 = ctx.saved_tensors
-        wants = ctx.needs_input_grad
-        dy = dy.contiguous()
-        dx = torch.empty_like(x) if wants[0] else None
-        d1, d2, d3 = (_Stack(w, wanted) for w, wanted in ((w1, wants[3]), (w2, wants[5]), (w3, wants[7])))
-        e1, e2, e3 = (_Sums(w, has) for w, has in zip((w1, w2, w3), ctx.biases, strict=True))
-        for e, start, end in ctx.blocks:
-            if start == end:
-                continue
-            part, grad, before, active = x[start:end], dy[start:end], h[start:end], a[start:end]
-            d2.add(e, grad, active if u is None else active * u[start:end])
-            e2.add(e, grad)
-            da = grad @ w2[e]
-            du = None
-            if u is not None:
-                du, da = da * active, da * u[start:end]
-            dh = ctx.activation.backward(da, before)
-            d1.add(e, dh, part)
-            e1.add(e, dh)
-            if dx is not None:
-                torch.mm(dh, w1[e], out=dx[start:end])
-            if du is not None:
-                d3.add(e, du, part)
-                e3.add(e, du)
-                if dx is not None:
-                    dx[start:end].addmm_(du, w3[e])
-        return dx, None, None, d1.done(), e1.done(), d2.done(), e2.done(), d3.done(), e3.done()
+        x, h, a, u, *stacks = ctx.saved_tensors
+        dx = buffers.empty(*x.shape, like=x) if ctx.needs_input_grad[0] else None
+        wanted = ctx.needs_input_grad[3:]
+        hidden, given = Hidden(h, a, u), Stacks(*stacks)
+        grads = run_backward(dy.contiguous(), x, hidden, ctx.blocks, ctx.activation, given, wanted, dx)
+        return dx, None, None, *grads
 
 
 class _Stack:
     """The gradient of a stack of weights, written expert by expert."""
 
     def __init__(self, weight: Tensor | None, wanted: bool):
-        self._grad = torch.empty_like(weight) if wanted and weight is not None else None
+        self._grad = buffers.empty(*weight.shape, like=weight) if wanted and weight is not None else None
         self._written: set[int] = set()
 
     def add(self, e: int, grad: Tensor, x: Tensor) -> None:
@@ -154,8 +194,8 @@ class _Stack:
 class _Sums:
     """The gradient of a stack of biases."""
 
-    def __init__(self, weight: Tensor | None, wanted: bool):
-        self._grad = weight.new_zeros(weight.shape[:2]) if wanted and weight is not None else None
+    def __init__(self, bias: Tensor | None, wanted: bool):
+        self._grad = torch.zeros_like(bias) if wanted and bias is not None else None
 
     def add(self, e: int, grad: Tensor) -> None:
         if self._grad is not None:

@@ -9,12 +9,15 @@ from torch import Tensor, nn
 
 from whale_torch import ops
 from whale_torch.comm.all2all import AllToAll
+from whale_torch.comm.shared_rows import SharedRows
 from whale_torch.comm.slices import join, parts_of, take
 from whale_torch.comm.splits import Splits
 from whale_torch.mesh import Mesh
 from whale_torch.moe.dispatch import combine, permute
+from whale_torch.moe.experts import FeedForward
 from whale_torch.moe.layer import MoELayer
 from whale_torch.moe.routing import Routing
+from whale_torch.moe.through_memory import through_memory
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.split_rules import SplitModule, register_class
 
@@ -25,7 +28,7 @@ class _Chunk:
     """Tokens that travel together."""
 
     def __init__(self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int):
-        self.x, self.weights = x, weights
+        self.x, self.experts, self.weights = x, experts, weights
         self.positions, _, self.kept = ops.moe_positions(experts.contiguous(), num_experts)
         self.num_rows = int(self.kept.sum())
 
@@ -80,6 +83,11 @@ class SplitMoELayer(SplitModule, MoELayer):
         ]
         splits = self._splits([chunk.kept for chunk in chunks])
         wire = self.wire_dtype
+        if len(chunks) == 1 and isinstance(self.experts, FeedForward) and wire in (None, x.dtype):
+            rows = self._rows.in_memory(splits[0], x.shape[1] * x.element_size())
+            if rows is not None:
+                positions = self._among_all(chunks[0], rows)
+                return through_memory(x, positions, routing.weights, self.experts, rows, size), chunks[0].kept
         there = [
             self._rows.begin(permute(c.x, c.positions, c.num_rows, back=size), split, wire_dtype=wire)
             for c, split in zip(chunks, splits, strict=True)
@@ -95,6 +103,14 @@ class SplitMoELayer(SplitModule, MoELayer):
         ]
         kept = torch.stack([chunk.kept for chunk in chunks]).sum(0)
         return (found[0] if len(found) == 1 else torch.cat(found)), kept
+
+    def _among_all(self, chunk: _Chunk, rows: SharedRows) -> Tensor:
+        """Where each route's row lies among those of all ranks."""
+        widths = self._cut.widths
+        first = torch.cat([begins[:width] for begins, width in zip(rows.first, widths, strict=True)])
+        moved = (first - (chunk.kept.cumsum(0) - chunk.kept)).to(torch.int32)
+        whole = chunk.positions + moved[chunk.experts.clamp(min=0).to(torch.int64)]
+        return torch.where(chunk.positions < 0, -1, whole)
 
     def _splits(self, kept: list[Tensor]) -> list[Splits]:
         """How many rows of each chunk go to each expert, of all ranks: one exchange for all chunks."""

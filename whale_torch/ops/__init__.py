@@ -6,6 +6,7 @@ They are specified in Python, and compiled where a compiler was there.
 from whale_torch.ops.autograd import cross_entropy, linear_cross_entropy
 from whale_torch.ops.bucket import bucket_amax, bucket_pack, bucket_unpack
 from whale_torch.ops.library import backend
+from whale_torch.ops.node_rows import moe_collect, moe_scatter, moe_scatter_backward
 from whale_torch.ops.permutation import moe_chunk_sort, moe_combine, moe_combine_backward, moe_permute
 from whale_torch.ops.routing import moe_positions, moe_route, moe_route_backward
 from whale_torch.ops.shared import await_flags, copy_blocks, post_flag
@@ -23,12 +24,15 @@ __all__ = [
     "linear_softmax_grad",
     "linear_softmax_stats",
     "moe_chunk_sort",
+    "moe_collect",
     "moe_combine",
     "moe_combine_backward",
     "moe_permute",
     "moe_positions",
     "moe_route",
     "moe_route_backward",
+    "moe_scatter",
+    "moe_scatter_backward",
     "post_flag",
     "softmax_grad",
     "softmax_stats",

@@ -148,3 +148,28 @@ def moe_chunk_sort(x: Tensor, lengths: Tensor, inverse: bool, out: Tensor) -> No
     out[num_rows:] = 0
     if sorted_chunks:
         out[:num_rows] = torch.cat(sorted_chunks)
+
+
+def moe_scatter(x: Tensor, positions: Tensor, out: Tensor) -> None:
+    """out[positions[t, s]] = cast(x[t]); the other rows stay as they are."""
+    token, slot = (positions >= 0).nonzero(as_tuple=True)
+    out.index_copy_(0, positions[token, slot].to(torch.int64), x.index_select(0, token).to(out.dtype))
+
+
+def moe_collect(y: Tensor, positions: Tensor, weights: Tensor, out: Tensor, rows: Tensor) -> None:
+    """As moe_combine, and rows[t k + s] = y[positions[t, s]]; the other rows stay as they are."""
+    (route,) = (positions.reshape(-1) >= 0).nonzero(as_tuple=True)
+    rows.index_copy_(0, route, y.index_select(0, positions.reshape(-1)[route].to(torch.int64)))
+    moe_combine(y, positions, weights, out)
+
+
+def moe_scatter_backward(dy: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """out[positions[t, s]] = cast(weights[t, s] dy[t]), others stay; returns <dy[t], rows[t k + s]>, 0 for no route."""
+    token, slot = (positions >= 0).nonzero(as_tuple=True)
+    grad = dy.index_select(0, token).to(weights.dtype)
+    factors = weights[token, slot]
+    dweights = weights.new_zeros(weights.shape)
+    of_route = rows.index_select(0, token * positions.shape[1] + slot).to(weights.dtype)
+    dweights[token, slot] = (grad * of_route).sum(1)
+    out.index_copy_(0, positions[token, slot].to(torch.int64), (grad * factors[:, None]).to(out.dtype))
+    return dweights

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from whale_torch.errors import LayoutError
+from whale_torch.ops import buffers
 from whale_torch.ops.library import differentiated_again, op, run, written
 from whale_torch.ops.precision import FLOATS, arithmetic_dtype
 
@@ -52,7 +53,7 @@ def _output(out: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, *inp
     first = inputs[0]
     assert first is not None
     if out is None:
-        return first.new_empty(shape, dtype=dtype)
+        return buffers.empty(*shape, like=first, dtype=dtype)
     if out.shape != shape or out.dtype != dtype or out.device != first.device or not out.is_contiguous():
         raise LayoutError(
             f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}; "
@@ -102,7 +103,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, positions: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(positions)
         ctx.dtype = x.dtype
-        return _permute(x, positions, x.new_empty((rows, x.shape[1]), dtype=dtype))
+        return _permute(x, positions, buffers.empty(rows, x.shape[1], like=x, dtype=dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -134,7 +135,7 @@ class _ChunkSort(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, lengths: Tensor, inverse: bool) -> Tensor:
         ctx.save_for_backward(lengths)
         ctx.inverse = inverse
-        return _chunk_sort(x, lengths, inverse, x.new_empty(x.shape))
+        return _chunk_sort(x, lengths, inverse, buffers.empty(*x.shape, like=x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

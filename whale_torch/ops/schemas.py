@@ -41,6 +41,9 @@ _SCHEMAS = {
     "moe_combine": "(Tensor y, Tensor positions, Tensor? weights, Tensor(a!) out) -> ()",
     "moe_combine_backward": "(Tensor dy, Tensor y, Tensor positions, Tensor weights, Tensor(a!) drows) -> Tensor",
     "moe_chunk_sort": "(Tensor x, Tensor lengths, bool inverse, Tensor(a!) out) -> ()",
+    "moe_scatter": "(Tensor x, Tensor positions, Tensor(a!) out) -> ()",
+    "moe_collect": "(Tensor y, Tensor positions, Tensor weights, Tensor(a!) out, Tensor(b!) rows) -> ()",
+    "moe_scatter_backward": "(Tensor dy, Tensor rows, Tensor positions, Tensor weights, Tensor(a!) out) -> Tensor",
     "copy_blocks": "(Tensor source, Tensor blocks, Tensor(a!) target) -> ()",
     "post_flag": "(Tensor(a!) flags, int place, int number) -> ()",
     "await_flags": "(Tensor flags, int[] places, int number, int timeout_ms) -> Tensor",
@@ -58,7 +61,7 @@ OPS = tuple(_SCHEMAS)
 # The linear ops loop over matmuls and the softmax ops in Python on every device: there is nothing to compile.
 COMPILED_OPS = tuple(name for name in OPS if not name.startswith("linear_"))
 # Of memory that processes of one host share: compiled for the CPU alone.
-HOST_OPS = ("copy_blocks", "post_flag", "await_flags")
+HOST_OPS = ("moe_scatter", "moe_collect", "moe_scatter_backward", "copy_blocks", "post_flag", "await_flags")
 
 for _name, _schema in _SCHEMAS.items():
     LIBRARY.define(_name + _schema)
@@ -134,6 +137,18 @@ def _fake_moe_chunk_sort(x: Tensor, lengths: Tensor, inverse: bool, out: Tensor)
     return None
 
 
+def _fake_moe_scatter(x: Tensor, positions: Tensor, out: Tensor) -> None:
+    return None
+
+
+def _fake_moe_collect(y: Tensor, positions: Tensor, weights: Tensor, out: Tensor, rows: Tensor) -> None:
+    return None
+
+
+def _fake_moe_scatter_backward(dy: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    return weights.new_empty(positions.shape)
+
+
 def _fake_copy_blocks(source: Tensor, blocks: Tensor, target: Tensor) -> None:
     return None
 
@@ -171,6 +186,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "moe_combine": _fake_moe_combine,
     "moe_combine_backward": _fake_moe_combine_backward,
     "moe_chunk_sort": _fake_moe_chunk_sort,
+    "moe_scatter": _fake_moe_scatter,
+    "moe_collect": _fake_moe_collect,
+    "moe_scatter_backward": _fake_moe_scatter_backward,
     "copy_blocks": _fake_copy_blocks,
     "post_flag": _fake_post_flag,
     "await_flags": _fake_await_flags,
