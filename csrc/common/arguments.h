@@ -124,4 +124,20 @@ inline ScalarType wider_type(const Tensor& one, const Tensor& two) {
   return is_double ? ScalarType::Double : ScalarType::Float;
 }
 
+inline void check_activation(const Tensor& h, const Tensor& out, const std::optional<Tensor>& u, int64_t function,
+                             const char* op) {
+  STD_TORCH_CHECK(function >= 0 && function < 4, op, ": function ", function, " of 4");
+  STD_TORCH_CHECK(h.is_contiguous(), op, ": rows are not contiguous");
+  for (const Tensor& one : {out, u.value_or(out)}) {
+    check_rows(h, one, op);
+    check_same_rows(h, one, op);
+  }
+}
+
+inline void check_sums(const std::optional<Tensor>& sums, const Tensor& grad, ScalarType wide, const char* op) {
+  STD_TORCH_CHECK(!sums.has_value() || (sums->dim() == 1 && sums->size(0) == grad.size(1) && sums->is_contiguous() &&
+                                        sums->scalar_type() == wide),
+                  op, ": sums are no vector of the type that is summed in");
+}
+
 }  // namespace whale

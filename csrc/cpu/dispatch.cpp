@@ -6,8 +6,11 @@
 namespace whale::cpu {
 namespace {
 
-#define WHALE_ISA_OF(NAME) \
-  { #NAME, &NAME::bucket_loops, &NAME::softmax_loops, &NAME::routing_loops, &NAME::permutation_loops }
+#define WHALE_ISA_OF(NAME)                                                                                    \
+  {                                                                                                           \
+    #NAME, &NAME::bucket_loops, &NAME::softmax_loops, &NAME::routing_loops, &NAME::permutation_loops,         \
+        &NAME::activation_loops                                                                               \
+  }
 
 struct Candidate {
   Isa isa;

@@ -11,6 +11,7 @@ struct Isa {
   const SoftmaxLoops* softmax;
   const RoutingLoops* routing;
   const PermutationLoops* permutation;
+  const ActivationLoops* activation;
 };
 
 const Isa& isa();

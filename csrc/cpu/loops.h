@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../common/activation.h"
 #include "../common/numeric.h"
 
 namespace whale::cpu {
@@ -88,11 +89,32 @@ struct PermutationLoops {
                                                      int64_t count);
 };
 
+struct ActivationRows {
+  const void *h, *u;  // u null is no gate
+  void* out;
+  int64_t num_rows, num_columns;
+};
+
+struct ActivationGradRows {
+  void* grad;
+  const void *h, *u;  // u null is no gate
+  void *du, *dbias, *du_bias;  // sums are added to; null is not wanted
+  void* scratch;               // [2, num_columns] of the wider type
+  int64_t num_rows, num_columns;
+};
+
+struct ActivationLoops {
+  // [function][dtype], on columns begin to end.
+  void (*forward[kNumActivations][kNumDtypes])(const ActivationRows& rows, int64_t begin, int64_t end);
+  void (*backward[kNumActivations][kNumDtypes])(const ActivationGradRows& rows, int64_t begin, int64_t end);
+};
+
 namespace baseline {
 extern const BucketLoops bucket_loops;
 extern const SoftmaxLoops softmax_loops;
 extern const RoutingLoops routing_loops;
 extern const PermutationLoops permutation_loops;
+extern const ActivationLoops activation_loops;
 }  // namespace baseline
 
 #ifdef WHALE_X86_64
@@ -101,12 +123,14 @@ extern const BucketLoops bucket_loops;
 extern const SoftmaxLoops softmax_loops;
 extern const RoutingLoops routing_loops;
 extern const PermutationLoops permutation_loops;
+extern const ActivationLoops activation_loops;
 }  // namespace v3
 namespace v4 {
 extern const BucketLoops bucket_loops;
 extern const SoftmaxLoops softmax_loops;
 extern const RoutingLoops routing_loops;
 extern const PermutationLoops permutation_loops;
+extern const ActivationLoops activation_loops;
 }  // namespace v4
 #endif
 

@@ -10,11 +10,13 @@ import torch
 
 from whale_torch import ops
 from whale_torch.ops import library, schemas
+from whale_torch.ops.activation import FUNCTIONS
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
+from activation_agreement import check_activation
 from moe_agreement import (
     check_chunk_sort,
     check_combine,
@@ -75,6 +77,14 @@ def test_softmax_options_agree(dtype: torch.dtype, layout: str, smoothing: bool,
         check_stats("cuda", 9, 2500, dtype, **options)
         check_grad("cuda", 9, 2500, dtype, **options)
         check_grad("cuda", 9, 2500, dtype, inplace=True, **options)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_agree(dtype: torch.dtype, function: str, gated: bool) -> None:
+    for n, d in ((0, 3), (1, 1), (100, 300), (33, 129)):
+        check_activation("cuda", n, d, dtype, function, gated=gated)
 
 
 def test_results_are_the_same_every_time() -> None:

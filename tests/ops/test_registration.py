@@ -36,6 +36,17 @@ def moe_arguments() -> dict[str, list[tuple[Any, ...]]]:
         "moe_combine": [(y, positions, weights, out), (y.bfloat16(), positions, None, out)],
         "moe_combine_backward": [(x, y, positions, weights, rows)],
         "moe_chunk_sort": [(x, lengths, False, out), (x, lengths, True, out)],
+        "moe_scatter": [(x, positions, rows), (x, positions, rows.bfloat16())],
+        "moe_collect": [(y, positions, weights, out, torch.zeros(2 * N, D))],
+        "moe_scatter_backward": [(x, torch.randn(2 * N, D), positions, weights, rows)],
+        "moe_activate": [
+            (x, None, 0, out),
+            (x.bfloat16(), x.bfloat16(), 3, out.bfloat16()),
+        ],
+        "moe_activate_backward": [
+            (x.clone(), x, None, 1, None, torch.zeros(D), None),
+            (x.clone(), x, x, 2, x.clone(), torch.zeros(D), torch.zeros(D)),
+        ],
     }
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from whale_torch.errors import PlanError
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
-from whale_torch.moe.feed_forward import ACTIVATIONS
+from whale_torch.ops.activation import FUNCTIONS, activated
 
 __all__ = ["Dense", "experts_of", "feed_forward_of", "read_dense", "spread_feed_forward", "width_of"]
 
@@ -70,7 +70,7 @@ class Dense:
 
     def __call__(self, x: Tensor) -> Tensor:
         """In evaluation."""
-        hidden = _activated(self.activation, F.linear(x, self.w1, self.b1))
+        hidden = activated(F.linear(x, self.w1, self.b1), self.activation)
         if self.w3 is not None:
             hidden = hidden * F.linear(x, self.w3, self.b3)
         return F.linear(hidden, self.w2, self.b2)
@@ -97,7 +97,7 @@ def read_dense(module: nn.Module) -> Dense | None:
         if not getattr(getattr(layer, kind, None), "requires_grad", True)
     )
     named = None if layers.activation is None else _name_of(layers.activation)
-    names = list(ACTIVATIONS) if layers.activation is None else [named] if named else []
+    names = list(FUNCTIONS) if layers.activation is None else [named] if named else []
     read = [Dense(w1, b1, w2, b2, w3, b3, name, frozen) for name in names]
     fitting = [dense for dense in read if _agrees(module, dense)]
     return fitting[0] if len(fitting) == 1 else None  # two activations that bfloat16 cannot tell apart are a guess
@@ -221,10 +221,6 @@ def _weights(layer: Any) -> tuple[Tensor | None, Tensor | None]:
     return weight.t() if _is_transposed(layer) else weight, None if layer.bias is None else layer.bias.detach()
 
 
-def _activated(name: str, x: Tensor) -> Tensor:
-    return ACTIVATIONS[name].forward(x, out=torch.empty_like(x))
-
-
 def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
     """Which of the known activations a function is, tried out on a grid."""
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
@@ -236,7 +232,7 @@ def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
         return None
     if not isinstance(found, Tensor) or found.shape != grid.shape:
         return None
-    return next((name for name in ACTIVATIONS if torch.allclose(found, _activated(name, grid), atol=1e-6)), None)
+    return next((name for name in FUNCTIONS if torch.allclose(found, activated(grid, name), atol=1e-6)), None)
 
 
 def _agrees(module: nn.Module, dense: Dense) -> bool:

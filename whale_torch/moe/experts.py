@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from whale_torch.errors import PlanError
-from whale_torch.moe.feed_forward import ACTIVATIONS, Block, Stacks, feed_forward
+from whale_torch.moe.feed_forward import Block, Stacks, feed_forward
+from whale_torch.ops.activation import FUNCTIONS
 
 __all__ = ["Experts", "FeedForward", "Stacked"]
 
@@ -53,8 +54,8 @@ class FeedForward(Experts):
         bias: bool | None = None,
     ):
         super().__init__(num_experts)
-        if activation not in ACTIVATIONS:
-            raise PlanError(f"activation is {activation!r}.", fix=f"one of {', '.join(map(repr, ACTIVATIONS))}")
+        if activation not in FUNCTIONS:
+            raise PlanError(f"activation is {activation!r}.", fix=f"one of {', '.join(map(repr, FUNCTIONS))}")
         self.dim, self.hidden, self.activation, self.gated = dim, hidden, activation, gated
         with_bias = not gated if bias is None else bias
         self.w1, self.w2 = _parameter(num_experts, hidden, dim), _parameter(num_experts, dim, hidden)

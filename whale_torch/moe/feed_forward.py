@@ -6,43 +6,21 @@ one tensor (a loop over `stack[e]` makes a gradient of the whole stack for each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from whale_torch import ops
 from whale_torch.ops import buffers
+from whale_torch.ops.precision import statistics_dtype
 
-__all__ = ["ACTIVATIONS", "Activation", "Block", "Hidden", "Stacks", "feed_forward", "run_backward", "run_forward"]
+__all__ = ["Block", "Hidden", "Stacks", "feed_forward", "run_backward", "run_forward"]
 
 Block = tuple[int, int, int]
 """An expert, and from where to where its rows lie; an expert may have several blocks."""
-
-_aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Activation:
-    """forward: from what goes in, into `out`. backward: from the gradient and what went in."""
-
-    forward: Callable[..., Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-
-
-ACTIVATIONS = {
-    "gelu": Activation(lambda h, out: _aten.gelu.out(h, out=out), lambda grad, h: _aten.gelu_backward(grad, h)),
-    "gelu_tanh": Activation(
-        lambda h, out: _aten.gelu.out(h, approximate="tanh", out=out),
-        lambda grad, h: _aten.gelu_backward(grad, h, approximate="tanh"),
-    ),
-    "relu": Activation(
-        lambda h, out: torch.clamp_min(h, 0, out=out), lambda grad, h: _aten.threshold_backward(grad, h, 0)
-    ),
-    "silu": Activation(lambda h, out: _aten.silu.out(h, out=out), lambda grad, h: _aten.silu_backward(grad, h)),
-}
 
 
 def feed_forward(
@@ -61,15 +39,8 @@ def feed_forward(
     Shapes: x [rows, dim]; w1, w3 [experts, hidden, dim]; w2 [experts, dim, hidden]; returns [rows, dim], where rows of
     no block are undefined. All of one dtype. Not differentiable twice.
     """
-    out: Tensor = _FeedForward.apply(x, list(blocks), ACTIVATIONS[activation], w1, b1, w2, b2, w3, b3)  # type: ignore[no-untyped-call]
+    out: Tensor = _FeedForward.apply(x, list(blocks), activation, w1, b1, w2, b2, w3, b3)  # type: ignore[no-untyped-call]
     return out
-
-
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
 
 
 class Stacks(NamedTuple):
@@ -84,14 +55,21 @@ class Stacks(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What backward needs: h before and a after the activation, u what a gate multiplies; each [rows, hidden]."""
+    """What backward needs, [rows, hidden]: h before the activation, u that multiplies it, and a, what comes out."""
 
     h: Tensor
     a: Tensor
     u: Tensor | None
 
 
-def run_forward(x: Tensor, blocks: Sequence[Block], activation: Activation, stacks: Stacks, y: Tensor) -> Hidden:
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, e: int, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight[e].t(), out=out)
+    else:
+        torch.addmm(bias[e], x, weight[e].t(), out=out)
+
+
+def run_forward(x: Tensor, blocks: Sequence[Block], activation: str, stacks: Stacks, y: Tensor) -> Hidden:
     """Writes what experts give their blocks of x to y."""
     w1, b1, w2, b2, w3, b3 = stacks
     rows, hidden = len(x), w1.shape[1]
@@ -100,13 +78,14 @@ def run_forward(x: Tensor, blocks: Sequence[Block], activation: Activation, stac
     for e, start, end in blocks:
         if start == end:
             continue
-        part, active = x[start:end], a[start:end]
-        _affine(part, w1[e], None if b1 is None else b1[e], h[start:end])
-        activation.forward(h[start:end], active)
+        part, before, active = x[start:end], h[start:end], a[start:end]
+        _affine(part, w1, b1, e, before)
+        gate = None
         if u is not None and w3 is not None:
-            _affine(part, w3[e], None if b3 is None else b3[e], u[start:end])
-            active = active * u[start:end]
-        _affine(active, w2[e], None if b2 is None else b2[e], y[start:end])
+            gate = u[start:end]
+            _affine(part, w3, b3, e, gate)
+        ops.moe_activate(before, activation, active, u=gate)
+        _affine(active, w2, b2, e, y[start:end])
     return Hidden(h, a, u)
 
 
@@ -115,7 +94,7 @@ def run_backward(
     x: Tensor,
     hidden: Hidden,
     blocks: Sequence[Block],
-    activation: Activation,
+    activation: str,
     stacks: Stacks,
     wanted: Sequence[bool],
     dx: Tensor | None,
@@ -124,24 +103,23 @@ def run_backward(
     (h, a, u), (w1, b1, w2, b2, w3, b3) = hidden, stacks
     d1, d2, d3 = (_Stack(w, want) for w, want in zip((w1, w2, w3), wanted[::2], strict=True))
     e1, e2, e3 = (_Sums(b, want) for b, want in zip((b1, b2, b3), wanted[1::2], strict=True))
+    most = max((end - start for _, start, end in blocks), default=0)
+    below = buffers.empty(most, w1.shape[1], like=x)
+    gate_below = None if u is None else buffers.empty(most, w1.shape[1], like=x)
     for e, start, end in blocks:
         if start == end:
             continue
-        part, grad, before, active = x[start:end], dy[start:end], h[start:end], a[start:end]
-        d2.add(e, grad, active if u is None else active * u[start:end])
+        part, grad, size = x[start:end], dy[start:end], end - start
+        d2.add(e, grad, a[start:end])
         e2.add(e, grad)
-        da = grad @ w2[e]
-        du = None
-        if u is not None:
-            du, da = da * active, da * u[start:end]
-        dh = activation.backward(da, before)
+        dh = torch.mm(grad, w2[e], out=below[:size])
+        gate, du = None if u is None else u[start:end], None if gate_below is None else gate_below[:size]
+        ops.moe_activate_backward(dh, h[start:end], activation, u=gate, du=du, dbias=e1.of(e), du_bias=e3.of(e))
         d1.add(e, dh, part)
-        e1.add(e, dh)
         if dx is not None:
             torch.mm(dh, w1[e], out=dx[start:end])
         if du is not None and w3 is not None:
             d3.add(e, du, part)
-            e3.add(e, du)
             if dx is not None:
                 dx[start:end].addmm_(du, w3[e])
     return d1.done(), e1.done(), d2.done(), e2.done(), d3.done(), e3.done()
@@ -149,7 +127,7 @@ def run_backward(
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, blocks: list[Block], activation: Activation, *stacks: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, blocks: list[Block], activation: str, *stacks: Any) -> Tensor:
         given = Stacks(*stacks)
         y = buffers.empty(len(x), given.w2.shape[1], like=x)
         ctx.save_for_backward(x, *run_forward(x, blocks, activation, given, y), *given)
@@ -192,14 +170,21 @@ class _Stack:
 
 
 class _Sums:
-    """The gradient of a stack of biases."""
+    """The gradient of a stack of biases, summed in float32 at least."""
 
     def __init__(self, bias: Tensor | None, wanted: bool):
-        self._grad = torch.zeros_like(bias) if wanted and bias is not None else None
+        self._bias = bias if wanted else None
+        self._sums = None
+        if self._bias is not None:
+            self._sums = torch.zeros_like(self._bias, dtype=statistics_dtype(self._bias.dtype))
+
+    def of(self, e: int) -> Tensor | None:
+        """An expert's."""
+        return None if self._sums is None else self._sums[e]
 
     def add(self, e: int, grad: Tensor) -> None:
-        if self._grad is not None:
-            self._grad[e] += grad.sum(0)
+        if self._sums is not None:
+            self._sums[e] += grad.sum(0, dtype=self._sums.dtype)
 
     def done(self) -> Tensor | None:
-        return self._grad
+        return None if self._sums is None or self._bias is None else self._sums.to(self._bias.dtype)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from whale_torch import ops
 from whale_torch.comm.shared_rows import SharedRows
 from whale_torch.moe.experts import FeedForward
-from whale_torch.moe.feed_forward import ACTIVATIONS, Hidden, Stacks, run_backward, run_forward
+from whale_torch.moe.feed_forward import Hidden, Stacks, run_backward, run_forward
 from whale_torch.ops import buffers
 
 __all__ = ["through_memory"]
@@ -39,7 +39,7 @@ def through_memory(
         x,
         weights,
         positions,
-        (rows, blocks[: experts.num_experts], ACTIVATIONS[experts.activation], size, keep),
+        (rows, blocks[: experts.num_experts], experts.activation, size, keep),
         *stacks,
     )
     return out

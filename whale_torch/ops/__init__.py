@@ -3,6 +3,7 @@
 They are specified in Python, and compiled where a compiler was there.
 """
 
+from whale_torch.ops.activation import moe_activate, moe_activate_backward
 from whale_torch.ops.autograd import cross_entropy, linear_cross_entropy
 from whale_torch.ops.bucket import bucket_amax, bucket_pack, bucket_unpack
 from whale_torch.ops.library import backend
@@ -23,6 +24,8 @@ __all__ = [
     "linear_cross_entropy",
     "linear_softmax_grad",
     "linear_softmax_stats",
+    "moe_activate",
+    "moe_activate_backward",
     "moe_chunk_sort",
     "moe_collect",
     "moe_combine",

@@ -44,6 +44,11 @@ _SCHEMAS = {
     "moe_scatter": "(Tensor x, Tensor positions, Tensor(a!) out) -> ()",
     "moe_collect": "(Tensor y, Tensor positions, Tensor weights, Tensor(a!) out, Tensor(b!) rows) -> ()",
     "moe_scatter_backward": "(Tensor dy, Tensor rows, Tensor positions, Tensor weights, Tensor(a!) out) -> Tensor",
+    "moe_activate": "(Tensor h, Tensor? u, int function, Tensor(a!) out) -> ()",
+    "moe_activate_backward": (
+        "(Tensor(a!) grad, Tensor h, Tensor? u, int function, Tensor(b!)? du, Tensor(c!)? dbias, "
+        "Tensor(d!)? du_bias) -> ()"
+    ),
     "copy_blocks": "(Tensor source, Tensor blocks, Tensor(a!) target) -> ()",
     "post_flag": "(Tensor(a!) flags, int place, int number) -> ()",
     "await_flags": "(Tensor flags, int[] places, int number, int timeout_ms) -> Tensor",
@@ -149,6 +154,10 @@ def _fake_moe_scatter_backward(dy: Tensor, rows: Tensor, positions: Tensor, weig
     return weights.new_empty(positions.shape)
 
 
+def _fake_moe_activate(*arguments: object) -> None:
+    return None
+
+
 def _fake_copy_blocks(source: Tensor, blocks: Tensor, target: Tensor) -> None:
     return None
 
@@ -189,6 +198,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "moe_scatter": _fake_moe_scatter,
     "moe_collect": _fake_moe_collect,
     "moe_scatter_backward": _fake_moe_scatter_backward,
+    "moe_activate": _fake_moe_activate,
+    "moe_activate_backward": _fake_moe_activate,
     "copy_blocks": _fake_copy_blocks,
     "post_flag": _fake_post_flag,
     "await_flags": _fake_await_flags,
