@@ -4,8 +4,8 @@
 every rank come to its own end and says how each ended.
 
 The ranks meet at a store that this process hosts on a port the kernel chose, so any number of suites run side by side.
-They are forked from a server that has imported torch once; nothing of the calling process but the function, its
-arguments and the warning filters reaches them.
+They are forked from a server that has imported torch and whale_torch once; nothing of the calling process but the
+function, its arguments and the warning filters reaches them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ import torch.distributed as dist
 __all__ = ["Outcome", "RankFailed", "WorldTimeout", "outcomes", "world"]
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-# Imported once, in the server; the second line is what torch imports late, at the first optimizer say: 1-2 s a rank.
+# Imported once, in the server, not by each rank: in the second line what torch imports late, at the first optimizer say
+# (1-2 s), in the third what tests are about (0.1 s) and what models of others need (2 s, where it is installed).
 _PRELOADED = ["torch", "torch.distributed", "numpy", "pytest"]
 _PRELOADED += ["torch.distributed.device_mesh", "torch.distributed.tensor", "torch._dynamo"]
+_PRELOADED += ["whale_torch", "transformers.modeling_utils"]
 _FORKSERVER.set_forkserver_preload(_PRELOADED)
 
 _DUMP_SECONDS = 2.0  # how long a hanging rank has to write its stack
