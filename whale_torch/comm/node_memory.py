@@ -233,7 +233,8 @@ def _map_file(fd: int, size: int, mine: tuple[int, int]) -> tuple[Refusal, Tenso
     """
     try:
         os.posix_fallocate(fd, *mine)
-        return Refusal.NONE, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        with torch.inference_mode(False):  # what is made in it could be written in it alone
+            return Refusal.NONE, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
     except OSError as error:
         return _because(error), None
 

@@ -37,6 +37,13 @@ class Experts(nn.Module):
         """Experts on their blocks of rows of x, which together are all rows."""
         raise NotImplementedError
 
+    def without(self, x: Tensor) -> Tensor:
+        """What a rank that holds no expert makes of x [0, dim], as one expert of zeros: ranks exchange rows of one
+        dtype, and all of them want a gradient or none."""
+        zeros = {name: p.sum(0, keepdim=True) for name, p in self.named_parameters()}
+        out: Tensor = functional_call(self, zeros, (x, [0]))
+        return out
+
 
 class FeedForward(Experts):
     """activation(x W1 + b1) W2 + b2, or, gated, (activation(x W1) * (x W3)) W2, each of [dim, hidden]."""
@@ -150,7 +157,7 @@ class Stacked(Experts):
             for number, part in enumerate(x.split(list(rows)))
             if len(part) or not number
         ]
-        return torch.cat(out) if out else x
+        return torch.cat(out)
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -13,6 +13,7 @@ from whale_torch.comm.shared_rows import SharedRows
 from whale_torch.comm.slices import join, parts_of, take
 from whale_torch.comm.splits import Splits
 from whale_torch.mesh import Mesh
+from whale_torch.moe.alike import check_alike, form_of
 from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import FeedForward
 from whale_torch.moe.layer import MoELayer
@@ -81,8 +82,8 @@ class SplitMoELayer(SplitModule, MoELayer):
                 x.split(parts), routing.experts.split(parts), routing.weights.split(parts), strict=True
             )
         ]
-        splits = self._splits([chunk.kept for chunk in chunks])
         wire = self.wire_dtype
+        splits = self._splits([chunk.kept for chunk in chunks], form_of(x, wire))
         if len(chunks) == 1 and isinstance(self.experts, FeedForward) and wire in (None, x.dtype):
             rows = self._rows.in_memory(splits[0], x.shape[1] * x.element_size())
             if rows is not None:
@@ -112,21 +113,26 @@ class SplitMoELayer(SplitModule, MoELayer):
         whole = chunk.positions + moved[chunk.experts.clamp(min=0).to(torch.int64)]
         return torch.where(chunk.positions < 0, -1, whole)
 
-    def _splits(self, kept: list[Tensor]) -> list[Splits]:
-        """How many rows of each chunk go to each expert, of all ranks: one exchange for all chunks."""
+    def _splits(self, kept: list[Tensor], form: int) -> list[Splits]:
+        """How many rows of each chunk go to each expert, of all ranks: one exchange for all chunks.
+
+        form: of the tokens, which has to be that of all ranks.
+        """
         size, widths = self._region.columns.size, list(self._cut.widths)
         counts = torch.zeros(size, len(kept), max(widths), dtype=torch.int64)
         for number, of_chunk in enumerate(kept):
             for rank, part in enumerate(of_chunk.cpu().split(widths)):
                 counts[rank, number, : len(part)] = part
-        whole = self._rows.splits(counts.view(size, -1))
-        if len(kept) == 1:
-            return [whole]
-        by_chunk = whole.counts.view(size, size, len(kept), -1)
+        told = torch.cat([counts.new_full((size, 1), form), counts.view(size, -1)], 1)
+        whole = self._rows.splits(told)
+        check_alike(whole.counts[:, 0, 0].tolist(), self._region.columns.ranks, self._rows.name)
+        by_chunk = whole.counts[:, :, 1:].view(size, size, len(kept), -1)
         return [Splits(by_chunk[:, :, number].contiguous(), whole.index) for number in range(len(kept))]
 
     def _on_rows(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """Experts on rows that lie source by source, and expert by expert for each: lengths [source, expert]."""
+        if not self._width:
+            return self.experts.without(rows)
         if self.experts.takes_blocks and len(lengths) <= _FEW_SOURCES:
             ends = lengths.flatten().cumsum(0).view(lengths.shape).tolist()
             counts = lengths.tolist()
