@@ -213,6 +213,37 @@ def test_a_layer_is_the_sum_written_out_and_its_loss_is_added(top_k: int, recomp
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_steps_without_tokens_have_finite_losses(tokens: int, gate: Any) -> None:
+    layer = moe.MoELayer(4, 3, 2, gate=gate, importance_coef=0.1, z_loss_coef=0.1)
+    layer(torch.randn(tokens, 4), torch.zeros(tokens, dtype=torch.bool)).sum().backward()
+    assert float(moe.aux_loss(layer)) == 0.0
+    assert not layer.gate.weight.grad.any()
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid", "prototypes"])
+def test_padding_may_hold_anything(gate: Any) -> None:
+    layer = moe.MoELayer(4, 4, 2, gate=gate, importance_coef=0.1, z_loss_coef=0.1, capacity_factor=1.0)
+    x = torch.randn(5, 4)
+    found = []
+    for value in (0.0, float("nan"), float("inf")):
+        layer.zero_grad()
+        given = x.index_fill(0, torch.tensor([1, 4]), value).requires_grad_()
+        layer(given, torch.tensor([True, False, True, True, False])).sum().backward()
+        found.append([given.grad, *(p.grad for p in layer.parameters()), moe.aux_loss(layer)])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=0, rtol=0)
+
+
+def test_scores_that_are_all_zero_leave_a_finite_gradient() -> None:
+    for logit in (-90.0, -103.0, -500.0):
+        layer = moe.MoELayer(1, 3, 2, gate="sigmoid")
+        layer.gate.weight.data.fill_(logit)
+        layer(torch.ones(5, 1)).sum().backward()
+        assert torch.isfinite(moe.aux_loss(layer)) and layer.gate.weight.grad.isfinite().all(), logit
+
+
 # ---- the module
 
 
@@ -243,6 +274,41 @@ def test_few_tokens(shape: tuple[int, ...]) -> None:
     y.sum().backward()
 
 
+def _hashed(ids: Tensor) -> Tensor:
+    gate = moe.Hash(5, 3)
+    out: Tensor = moe.MoELayer(4, 3, 1, gate=gate)(torch.ones(len(ids) if len(ids) < 3 else 2, 4), token_ids=ids)
+    return out
+
+
+def test_ids_of_any_whole_dtype() -> None:
+    layer = moe.MoELayer(4, 3, 1, gate=moe.Hash(5, 3))
+    x, ids = torch.randn(5, 4), torch.tensor([4, 0, 0, 1, 3])
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        torch.testing.assert_close(layer(x, token_ids=ids.to(dtype)), layer(x, token_ids=ids))
+
+
+@pytest.mark.parametrize(
+    "options", [{"capacity_factor": float("inf")}, {"capacity_factor": 1e30}, {"min_capacity": 1 << 70}]
+)
+def test_huge_capacities_drop_nothing(options: dict[str, Any]) -> None:
+    layer = moe.MoELayer(4, 3, 2, **{"capacity_factor": 1.0, **options})
+    x = torch.randn(5, 4)
+    torch.manual_seed(0)
+    y = layer(x)
+    assert int(layer.load.kept.sum()) == 10
+    layer.capacity = Capacity()
+    torch.testing.assert_close(layer(x), y)
+
+
+def test_a_layer_has_the_top_k_of_its_gate() -> None:
+    """12 tokens, 3 routes each, 4 experts: 9 routes an expert."""
+    layer = moe.MoELayer(4, 4, gate=moe.TopK(4, 4, 3), capacity_factor=1.0, min_capacity=0)
+    assert layer.top_k == 3
+    layer.gate.weight.data.zero_()
+    layer(torch.randn(12, 4))
+    assert layer.load.kept.tolist() == [9, 9, 9, 0]
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -259,6 +325,28 @@ def test_few_tokens(shape: tuple[int, ...]) -> None:
             r"shape \(2, 5\), and the layer is for \[..., 4\]",
         ),
         (lambda: moe.MoELayer(4, 3, 2)(torch.ones(2, 4), torch.ones(2)), LayoutError, "mask is torch.float32"),
+        (lambda: moe.MoELayer(0, 3, 2), PlanError, "dim is 0"),
+        (lambda: moe.MoELayer(4, 3, 2, hidden=0), PlanError, "hidden=0"),
+        (lambda: moe.MoELayer(4, 3, 2, chunks=1.5), PlanError, "chunks is 1.5"),
+        (lambda: moe.MoELayer(4, 3, 2, wire_dtype=torch.int64), PlanError, "wire_dtype is torch.int64"),
+        (lambda: moe.MoELayer(4, 3, 2, wire_dtype="bfloat16"), PlanError, "wire_dtype is 'bfloat16'"),
+        (lambda: moe.MoELayer(4, 3, 2, aux_loss_coef=float("nan")), PlanError, "aux_loss_coef is nan"),
+        (lambda: moe.MoELayer(4, 3, 2, z_loss_coef=-1.0), PlanError, "z_loss_coef is -1.0"),
+        (lambda: moe.MoELayer(4, 3, 2, min_capacity=2.5), PlanError, "min_capacity=2.5"),
+        (lambda: moe.MoELayer(4, 3, 2, expert=nn.Linear(4, 4)), PlanError, "expert is a Linear"),
+        (lambda: moe.MoELayer(4, 3, 2, expert=lambda: nn.Linear(4, 5))(torch.ones(2, 4)), LayoutError, "made 5 wide"),
+        (lambda: moe.MoELayer(4, 3, 2, gate=moe.TopK(5, 3, 2)), PlanError, "the gate is for tokens 5 wide"),
+        (lambda: moe.ExpertChoice(4, 3, capacity_factor=float("inf")), PlanError, "capacity_factor is inf"),
+        (lambda: moe.ExpertChoice(4, 3, capacity_factor=-1.0), PlanError, "capacity_factor is -1"),
+        (lambda: moe.TopK(4, 3, 2, bias_rate=-0.1), PlanError, "bias_rate is -0.1"),
+        (lambda: _hashed(torch.zeros(2)), LayoutError, "token_ids are torch.float32"),
+        (lambda: _hashed(torch.zeros(3, dtype=torch.int64)), LayoutError, r"of shape \(3,\) for x of shape \(2, 4\)"),
+        (lambda: _hashed(torch.tensor([1, 7])), PlanError, "token ids are 1 to 7, the table has 5 rows"),
+        (
+            lambda: moe.MoELayer(4, 3, 2)(torch.ones(2, 4), token_ids=torch.zeros(2, dtype=torch.int64)),
+            PlanError,
+            "token_ids are given, and a TopK gate",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, error: type[Exception], message: str) -> None:

@@ -16,7 +16,7 @@ _PLACES = 1 << 4
 
 
 def form_of(x: Tensor, wire_dtype: torch.dtype | None) -> int:
-    """Of which dtype tokens are, to which autocast casts them, in which they travel, and whether they want a gradient."""
+    """The dtypes of tokens, of autocast and on the way, and whether a gradient is wanted."""
     autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
     number = 0
     for dtype in (x.dtype, autocast, wire_dtype):

@@ -63,6 +63,8 @@ class FeedForward(Experts):
         super().__init__(num_experts)
         if activation not in FUNCTIONS:
             raise PlanError(f"activation is {activation!r}.", fix=f"one of {', '.join(map(repr, FUNCTIONS))}")
+        if dim < 1 or hidden < 1:
+            raise PlanError(f"experts of dim={dim}, hidden={hidden}.", fix="1 or more")
         self.dim, self.hidden, self.activation, self.gated = dim, hidden, activation, gated
         with_bias = not gated if bias is None else bias
         self.w1, self.w2 = _parameter(num_experts, hidden, dim), _parameter(num_experts, dim, hidden)

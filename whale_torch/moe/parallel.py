@@ -56,7 +56,7 @@ class SplitMoELayer(SplitModule, MoELayer):
             return self.as_recorded(x, mask, token_ids=token_ids)
         if twins.size == 1:
             return super().forward(x, mask, token_ids=token_ids)
-        self._check(x, mask)
+        self._check(x, mask, token_ids)
         flat = x.reshape(-1, self.dim)
         tokens = len(flat)
         first, count = sum(parts_of(tokens, twins.size)[: twins.index]), parts_of(tokens, twins.size)[twins.index]
@@ -97,6 +97,7 @@ class SplitMoELayer(SplitModule, MoELayer):
         for underway, split in zip(there, splits, strict=True):
             lengths = split.counts[:, self._index, : self._width].contiguous()  # [source, expert]
             y = self._on_rows(underway.finish(), lengths)
+            self._check_made(y)
             back.append(self._rows.begin(y, split.transposed, wire_dtype=wire))
         found = [
             combine(underway.finish(), c.positions, c.weights, back=1 / size)
