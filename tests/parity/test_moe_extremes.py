@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,3 +106,19 @@ def _evaluated_first(rank: int, n: int) -> None:
 
 def test_training_goes_on_after_inference_mode() -> None:
     world(2, _evaluated_first)
+
+
+def _pickled(rank: int, n: int) -> float:
+    torch.manual_seed(0)
+    layer = moe.MoELayer(DIM, 3, 2, capacity_factor=1.0, eval_capacity_factor=1.0)
+    model: Any = wh.parallelize(nn.Sequential(layer), timeout=20)
+    again = pickle.loads(pickle.dumps(model))
+    x = torch.randn(5, DIM)
+    copied = copy.deepcopy(model).eval()(x)  # on all ranks, as the model
+    if rank == 0:
+        again.eval()(x)  # of one process
+    return float((copied - model.eval()(x)).detach().abs().max())
+
+
+def test_a_pickle_of_whole_experts_is_of_one_process() -> None:
+    assert world(2, _pickled) == [0.0, 0.0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from whale_torch import moe
+import whale_torch as wh
+from whale_torch import moe, ops
 from whale_torch.errors import LayoutError, PlanError
 from whale_torch.moe.balance import Coefficients, add_losses
 from whale_torch.moe.capacity import Capacity, drop, without_dropped
@@ -379,3 +382,54 @@ def test_the_bias_follows_the_load() -> None:
     torch.testing.assert_close(gate.bias, torch.tensor([-0.1, 0.1, 0.1, -0.1]))
     torch.testing.assert_close(gate(torch.zeros(1, 4)).experts, torch.tensor([[1]], dtype=torch.int32))
     torch.testing.assert_close(gate(torch.zeros(1, 4)).weights, torch.tensor([[0.5]]))
+
+
+def test_a_layer_whose_gate_follows_the_load_is_collected() -> None:
+    layer = moe.MoELayer(4, 3, 1, gate=moe.TopK(4, 3, 1, bias_rate=0.5))
+    layer(torch.randn(5, 4)).sum().backward()
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
+
+
+class Cosine(moe.Gate):
+    """A gate of one's own, whose parameters have shapes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.into, self.each, self.heat = nn.Linear(8, 3), nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.ones(()))
+
+    def route(self, x: Tensor, mask: Tensor | None) -> Routing:
+        logits = self.into(x) @ self.each.t() * self.heat
+        scores, experts, probs = ops.moe_route(logits, 2)
+        return Routing(experts, scores, logits, probs, mask)
+
+
+def test_gates_of_ones_own_are_recorded() -> None:
+    with torch.device("meta"):
+        layer = moe.MoELayer(8, 4, 2, gate=Cosine())
+    y = layer(torch.empty(5, 8, device="meta"))
+    y.sum().backward()
+    assert y.shape == (5, 8) and all(p.grad is not None for p in layer.gate.parameters())
+
+
+class Own(moe.Experts):
+    def __init__(self, shape: tuple[int, ...], buffer: bool = False) -> None:
+        super().__init__(4)
+        self.w = nn.Parameter(torch.zeros(shape))
+        if buffer:
+            self.register_buffer("scale", torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (lambda: Own((8, 8)), r"parameter 'experts.w' has shape \[8, 8\]"),
+        (lambda: Own((4, 8), buffer=True), "buffer 'experts.scale' is of all of them"),
+    ],
+)
+def test_what_cannot_be_cut_by_experts_is_refused(experts: Any, message: str) -> None:
+    layer = wh.split()(moe.MoELayer(8, 4, 2, expert=experts()))
+    with pytest.raises(PlanError, match=message):
+        wh.plan(nn.Sequential(layer), cluster=wh.Cluster.of(1, 2))

@@ -150,6 +150,9 @@ class _Own:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self._layer.named_parameters()
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self._layer.named_buffers()
+
 
 class SplitRoutedExperts(SplitMoELayer):
     """Its experts are this rank's; joined with a class of RoutedExperts."""

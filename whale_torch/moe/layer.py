@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,20 @@ from whale_torch.moe.routing import Renormalize, Routing
 from whale_torch.moe.tally import Load, Tally
 from whale_torch.trace.tweaks import register_tweak
 
-__all__ = ["Load", "MoELayer", "aux_loss"]
+__all__ = ["Load", "MoELayer", "OnRanks", "aux_loss"]
+
+
+class OnRanks:
+    """The ranks that run a layer: a copy of it runs on them too, and what a pickle of it makes is of one process."""
+
+    def __init__(self, group: Group | None = None):
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnRanks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OnRanks, ()
 
 
 class MoELayer(nn.Module):
@@ -111,7 +124,12 @@ class MoELayer(nn.Module):
         self.loss_factor = 1.0
         self.load: Load | None = None
         self.tally: Tally | None = None  # where somebody watches
-        self._ranks: Group | None = None  # all that run this layer, on other tokens
+        self._on_ranks = OnRanks()
+
+    @property
+    def _ranks(self) -> Group | None:
+        """All that run this layer, on other tokens."""
+        return self._on_ranks.group
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         if x.is_meta:
@@ -139,7 +157,9 @@ class MoELayer(nn.Module):
             out = self.experts(out, [len(out)] + [0] * (self.experts.num_experts - 1))
         out = out.view(self.top_k, *flat.shape).sum(0)
         for weight in self.gate.parameters():
-            out = out + 0 * (flat @ weight.to(flat.dtype).t()).sum()
+            of_tokens = weight.dim() == 2 and weight.shape[1] == self.dim
+            given = flat @ weight.to(flat.dtype).t() if of_tokens else weight.to(flat.dtype)
+            out = out + 0 * given.sum()
         if self.shared is not None:
             out = out + self.shared(flat)
         return out.view(x.shape)

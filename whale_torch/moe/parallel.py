@@ -16,7 +16,7 @@ from whale_torch.mesh import Mesh
 from whale_torch.moe.alike import check_alike, form_of
 from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import FeedForward
-from whale_torch.moe.layer import MoELayer
+from whale_torch.moe.layer import MoELayer, OnRanks
 from whale_torch.moe.routing import Routing
 from whale_torch.moe.through_memory import through_memory
 from whale_torch.planning.plan import Plan
@@ -157,7 +157,7 @@ def attach_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> bool:
     exchanges: dict[tuple[str, bool], AllToAll] = {}
     for layer in layers:
         ranks = mesh.group("ranks of a layer of experts", plan.device("replica").copies, channel="loads of experts")
-        layer.__dict__["_ranks"] = ranks
+        layer.__dict__["_on_ranks"] = OnRanks(ranks)
         if isinstance(layer, SplitMoELayer):
             device = plan.device(plan.taskgraph_of(layer._cut.module).device)
             key = device.name, layer.node_memory
