@@ -17,6 +17,7 @@ from tests.parity.metric import relative_error
 from tests.parity.split_case import gradients_of
 from tests.world import world
 from whale_torch import moe
+from whale_torch.comm.route_costs import RouteCosts
 
 DIM = 4
 
@@ -122,3 +123,42 @@ def _pickled(rank: int, n: int) -> float:
 
 def test_a_pickle_of_whole_experts_is_of_one_process() -> None:
     assert world(2, _pickled) == [0.0, 0.0]
+
+
+class Failing(nn.Module):
+    """An expert that raises an error when it is told to."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Failing.fails:
+            raise ValueError("an error in an expert")
+        out: Tensor = self.linear(x)
+        return out
+
+
+def _goes_on_after_an_error(rank: int, n: int) -> list[str]:
+    """What becomes of three evaluations, the second of which fails in the midst on rank 0, by way of shared memory."""
+    model = _in_experts(expert=Failing)
+    wh.parallelize(model, timeout=3)
+    rows = model[0]._rows
+    rows._costs = RouteCosts((1,), {route: (0.0 if route == "shared" else 1.0,) for route in rows.routes()})
+    said = []
+    for step in range(3):
+        Failing.fails = step == 1 and rank == 0
+        try:
+            with torch.no_grad():
+                model.eval()(torch.randn(4, DIM))
+            said.append("done")
+        except (ValueError, wh.CommError) as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_a_rank_that_goes_on_after_an_error_is_not_answered_by_rows() -> None:
+    first, other = world(2, _goes_on_after_an_error)
+    assert first == ["done", "ValueError", "CommError"] and other[:2] == ["done", "CommError"]

@@ -47,12 +47,14 @@ NUM_SLOTS = 3
 class Flag(IntEnum):
     """What a rank tells the others of its node about an exchange, by its number in the flag of its slot.
 
-    A flag a slot: exchanges may end in another order than they began.
+    A flag a slot: exchanges may end in another order than they began. Counts have one of their own, so that a rank
+    which an error took out of an exchange, and which begins anew with them, is not taken for one that sends rows.
     """
 
     WRITTEN = 0
     ARRIVED = 1
     READ = 2
+    COUNTED = 3
 
 
 class Refusal(IntEnum):
