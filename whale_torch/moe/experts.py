@@ -125,10 +125,12 @@ class Stacked(Experts):
             raise PlanError(f"an expert of type {type(first).__name__} has {what}.", fix="parameters only")
         template = copy.deepcopy(first).to("meta")
         object.__setattr__(self, "template", template)  # no member: its parameters are nobody's
-        self._names = {name: name.replace(".", "__") for name in named[0]}
-        for name, key in self._names.items():
+        stacks = {id(p): name.replace(".", "__") for name, p in reversed(list(first.named_parameters()))}
+        every = first.named_parameters(remove_duplicate=False)  # a tied one under each of its names
+        self._names = {name: stacks[id(p)] for name, p in every}
+        for name, p in named[0].items():
             whole = torch.stack([found[name].detach() for found in named])
-            self.register_parameter(key, nn.Parameter(whole, requires_grad=named[0][name].requires_grad))
+            self.register_parameter(self._names[name], nn.Parameter(whole, requires_grad=p.requires_grad))
 
     template: nn.Module
 
@@ -153,9 +155,9 @@ class Stacked(Experts):
 
     def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         self.template.train(self.training)
-        each = {name: getattr(self, key).unbind(0) for name, key in self._names.items()}
+        parts = {key: getattr(self, key).unbind(0) for key in set(self._names.values())}
         out = [
-            functional_call(self.template, {name: parts[number] for name, parts in each.items()}, (part,))
+            functional_call(self.template, {name: parts[key][number] for name, key in self._names.items()}, (part,))
             for number, part in enumerate(x.split(list(rows)))
             if len(part) or not number
         ]
