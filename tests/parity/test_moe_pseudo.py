@@ -250,6 +250,12 @@ def test_what_cannot_be_shared_is_said() -> None:
     block = nn.Linear(4, 4)
     _refused("takes a sequence of modules, and got an empty one", lambda: moe.share([]))
     _refused("got a str in it", lambda: moe.share(nn.ModuleDict({"a": block})))
+    _refused("takes a sequence of modules, and got a Linear", lambda: moe.share(block))  # type: ignore[arg-type]
+    shared = [nn.Linear(4, 4) for _ in range(4)]
+    moe.share(shared[:3])
+    _refused("layer 0 shares its weights with 2 other layers, of which 0 are given", lambda: moe.share(shared[2:]))
+    moe.share(shared)
+    moe.delink(shared, None)
     _refused("a Linear is part of layer 0 and of layer 1", lambda: moe.share([block, block]))
     _refused(
         r"layers 0 and 1 cannot share weights: 'weight' is float32 \[4, 4\] on cpu in layer 0 and float32 \[5, 4\]",

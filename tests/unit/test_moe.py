@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from whale_torch import moe
+import whale_torch as wh
+from whale_torch import moe, ops
 from whale_torch.errors import LayoutError, PlanError
 from whale_torch.moe.balance import Coefficients, add_losses
 from whale_torch.moe.capacity import Capacity, drop, without_dropped
@@ -213,6 +216,37 @@ def test_a_layer_is_the_sum_written_out_and_its_loss_is_added(top_k: int, recomp
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_steps_without_tokens_have_finite_losses(tokens: int, gate: Any) -> None:
+    layer = moe.MoELayer(4, 3, 2, gate=gate, importance_coef=0.1, z_loss_coef=0.1)
+    layer(torch.randn(tokens, 4), torch.zeros(tokens, dtype=torch.bool)).sum().backward()
+    assert float(moe.aux_loss(layer)) == 0.0
+    assert not layer.gate.weight.grad.any()
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid", "prototypes"])
+def test_padding_may_hold_anything(gate: Any) -> None:
+    layer = moe.MoELayer(4, 4, 2, gate=gate, importance_coef=0.1, z_loss_coef=0.1, capacity_factor=1.0)
+    x = torch.randn(5, 4)
+    found = []
+    for value in (0.0, float("nan"), float("inf")):
+        layer.zero_grad()
+        given = x.index_fill(0, torch.tensor([1, 4]), value).requires_grad_()
+        layer(given, torch.tensor([True, False, True, True, False])).sum().backward()
+        found.append([given.grad, *(p.grad for p in layer.parameters()), moe.aux_loss(layer)])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=0, rtol=0)
+
+
+def test_scores_that_are_all_zero_leave_a_finite_gradient() -> None:
+    for logit in (-90.0, -103.0, -500.0):
+        layer = moe.MoELayer(1, 3, 2, gate="sigmoid")
+        layer.gate.weight.data.fill_(logit)
+        layer(torch.ones(5, 1)).sum().backward()
+        assert torch.isfinite(moe.aux_loss(layer)) and layer.gate.weight.grad.isfinite().all(), logit
+
+
 # ---- the module
 
 
@@ -243,6 +277,41 @@ def test_few_tokens(shape: tuple[int, ...]) -> None:
     y.sum().backward()
 
 
+def _hashed(ids: Tensor) -> Tensor:
+    gate = moe.Hash(5, 3)
+    out: Tensor = moe.MoELayer(4, 3, 1, gate=gate)(torch.ones(len(ids) if len(ids) < 3 else 2, 4), token_ids=ids)
+    return out
+
+
+def test_ids_of_any_whole_dtype() -> None:
+    layer = moe.MoELayer(4, 3, 1, gate=moe.Hash(5, 3))
+    x, ids = torch.randn(5, 4), torch.tensor([4, 0, 0, 1, 3])
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        torch.testing.assert_close(layer(x, token_ids=ids.to(dtype)), layer(x, token_ids=ids))
+
+
+@pytest.mark.parametrize(
+    "options", [{"capacity_factor": float("inf")}, {"capacity_factor": 1e30}, {"min_capacity": 1 << 70}]
+)
+def test_huge_capacities_drop_nothing(options: dict[str, Any]) -> None:
+    layer = moe.MoELayer(4, 3, 2, **{"capacity_factor": 1.0, **options})
+    x = torch.randn(5, 4)
+    torch.manual_seed(0)
+    y = layer(x)
+    assert int(layer.load.kept.sum()) == 10
+    layer.capacity = Capacity()
+    torch.testing.assert_close(layer(x), y)
+
+
+def test_a_layer_has_the_top_k_of_its_gate() -> None:
+    """12 tokens, 3 routes each, 4 experts: 9 routes an expert."""
+    layer = moe.MoELayer(4, 4, gate=moe.TopK(4, 4, 3), capacity_factor=1.0, min_capacity=0)
+    assert layer.top_k == 3
+    layer.gate.weight.data.zero_()
+    layer(torch.randn(12, 4))
+    assert layer.load.kept.tolist() == [9, 9, 9, 0]
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -259,6 +328,28 @@ def test_few_tokens(shape: tuple[int, ...]) -> None:
             r"shape \(2, 5\), and the layer is for \[..., 4\]",
         ),
         (lambda: moe.MoELayer(4, 3, 2)(torch.ones(2, 4), torch.ones(2)), LayoutError, "mask is torch.float32"),
+        (lambda: moe.MoELayer(0, 3, 2), PlanError, "dim is 0"),
+        (lambda: moe.MoELayer(4, 3, 2, hidden=0), PlanError, "hidden=0"),
+        (lambda: moe.MoELayer(4, 3, 2, chunks=1.5), PlanError, "chunks is 1.5"),
+        (lambda: moe.MoELayer(4, 3, 2, wire_dtype=torch.int64), PlanError, "wire_dtype is torch.int64"),
+        (lambda: moe.MoELayer(4, 3, 2, wire_dtype="bfloat16"), PlanError, "wire_dtype is 'bfloat16'"),
+        (lambda: moe.MoELayer(4, 3, 2, aux_loss_coef=float("nan")), PlanError, "aux_loss_coef is nan"),
+        (lambda: moe.MoELayer(4, 3, 2, z_loss_coef=-1.0), PlanError, "z_loss_coef is -1.0"),
+        (lambda: moe.MoELayer(4, 3, 2, min_capacity=2.5), PlanError, "min_capacity=2.5"),
+        (lambda: moe.MoELayer(4, 3, 2, expert=nn.Linear(4, 4)), PlanError, "expert is a Linear"),
+        (lambda: moe.MoELayer(4, 3, 2, expert=lambda: nn.Linear(4, 5))(torch.ones(2, 4)), LayoutError, "made 5 wide"),
+        (lambda: moe.MoELayer(4, 3, 2, gate=moe.TopK(5, 3, 2)), PlanError, "the gate is for tokens 5 wide"),
+        (lambda: moe.ExpertChoice(4, 3, capacity_factor=float("inf")), PlanError, "capacity_factor is inf"),
+        (lambda: moe.ExpertChoice(4, 3, capacity_factor=-1.0), PlanError, "capacity_factor is -1"),
+        (lambda: moe.TopK(4, 3, 2, bias_rate=-0.1), PlanError, "bias_rate is -0.1"),
+        (lambda: _hashed(torch.zeros(2)), LayoutError, "token_ids are torch.float32"),
+        (lambda: _hashed(torch.zeros(3, dtype=torch.int64)), LayoutError, r"of shape \(3,\) for x of shape \(2, 4\)"),
+        (lambda: _hashed(torch.tensor([1, 7])), PlanError, "token ids are 1 to 7, the table has 5 rows"),
+        (
+            lambda: moe.MoELayer(4, 3, 2)(torch.ones(2, 4), token_ids=torch.zeros(2, dtype=torch.int64)),
+            PlanError,
+            "token_ids are given, and a TopK gate",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(make: Any, error: type[Exception], message: str) -> None:
@@ -291,3 +382,54 @@ def test_the_bias_follows_the_load() -> None:
     torch.testing.assert_close(gate.bias, torch.tensor([-0.1, 0.1, 0.1, -0.1]))
     torch.testing.assert_close(gate(torch.zeros(1, 4)).experts, torch.tensor([[1]], dtype=torch.int32))
     torch.testing.assert_close(gate(torch.zeros(1, 4)).weights, torch.tensor([[0.5]]))
+
+
+def test_a_layer_whose_gate_follows_the_load_is_collected() -> None:
+    layer = moe.MoELayer(4, 3, 1, gate=moe.TopK(4, 3, 1, bias_rate=0.5))
+    layer(torch.randn(5, 4)).sum().backward()
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert alive() is None
+
+
+class Cosine(moe.Gate):
+    """A gate of one's own, whose parameters have shapes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.into, self.each, self.heat = nn.Linear(8, 3), nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.ones(()))
+
+    def route(self, x: Tensor, mask: Tensor | None) -> Routing:
+        logits = self.into(x) @ self.each.t() * self.heat
+        scores, experts, probs = ops.moe_route(logits, 2)
+        return Routing(experts, scores, logits, probs, mask)
+
+
+def test_gates_of_ones_own_are_recorded() -> None:
+    with torch.device("meta"):
+        layer = moe.MoELayer(8, 4, 2, gate=Cosine())
+    y = layer(torch.empty(5, 8, device="meta"))
+    y.sum().backward()
+    assert y.shape == (5, 8) and all(p.grad is not None for p in layer.gate.parameters())
+
+
+class Own(moe.Experts):
+    def __init__(self, shape: tuple[int, ...], buffer: bool = False) -> None:
+        super().__init__(4)
+        self.w = nn.Parameter(torch.zeros(shape))
+        if buffer:
+            self.register_buffer("scale", torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (lambda: Own((8, 8)), r"parameter 'experts.w' has shape \[8, 8\]"),
+        (lambda: Own((4, 8), buffer=True), "buffer 'experts.scale' is of all of them"),
+    ],
+)
+def test_what_cannot_be_cut_by_experts_is_refused(experts: Any, message: str) -> None:
+    layer = wh.split()(moe.MoELayer(8, 4, 2, expert=experts()))
+    with pytest.raises(PlanError, match=message):
+        wh.plan(nn.Sequential(layer), cluster=wh.Cluster.of(1, 2))

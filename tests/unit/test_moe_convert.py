@@ -174,6 +174,35 @@ def test_dropout_modes_and_frozen_weights_stay() -> None:
     assert _difference(copied.eval(), outer.eval()) < 1e-6
 
 
+class Tied(nn.Module):
+    """Two layers on one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+def test_weights_that_are_tied_inside_an_expert_stay_tied() -> None:
+    dense = Tied()
+    layer = moe.upcycle(dense, 3, 2)
+    assert [name for name, _ in layer.experts.named_parameters()] == ["first__weight", "first__bias", "second__bias"]
+    assert _difference(layer, dense) < 1e-6
+    x = torch.randn(5, DIM)
+    layer(x).sum().backward()
+    dense(x).sum().backward()
+    torch.testing.assert_close(layer.experts.first__weight.grad.sum(0), dense.first.weight.grad)
+
+
+def test_noise_on_weights_of_one_number_is_none() -> None:
+    layer = moe.upcycle(nn.Sequential(nn.Linear(1, 1), nn.GELU(), nn.Linear(1, 1)), 3, 2, noise=0.1)
+    assert all(p.isfinite().all() for p in layer.parameters())
+
+
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "top 1": (lambda: moe.upcycle(_sequence(nn.GELU()), 4, 1), "the weights of a token's 1 experts do not sum to 1"),
     "prototypes": (
@@ -209,6 +238,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         r"called with \[2, 8\] it raises TypeError",
     ),
     "noise": (lambda: moe.upcycle(_sequence(nn.GELU()), noise=-1.0), "noise=-1.0"),
+    "no noise": (lambda: moe.upcycle(_sequence(nn.GELU()), noise=float("nan")), "noise=nan"),
 }
 
 
@@ -292,6 +322,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "scopes": (_scoped, {r".*mlp": {}}, r"'blocks\.1\.mlp\.up_proj' has wh.split\(\)"),
     "no module": (Model, {r".*mlp": lambda m: None}, "gives NoneType"),
     "one gate": (Model, {r"blocks.*mlp": {"gate": moe.TopK(DIM, 8)}}, "2 layers that .* matches would share one gate"),
+    "a list": (Model, [r".*mlp"], r"\['.\*mlp'\] says of no module"),  # type: ignore[dict-item]
+    "a number": (Model, {r".*mlp": 8}, "8 says of no module"),
     "refused": (Model, {r".*mlp": {"top_k": 9}}, r"convert\(\): 'blocks\.0\.mlp': top_k is 9"),
 }
 

@@ -47,12 +47,14 @@ NUM_SLOTS = 3
 class Flag(IntEnum):
     """What a rank tells the others of its node about an exchange, by its number in the flag of its slot.
 
-    A flag a slot: exchanges may end in another order than they began.
+    A flag a slot: exchanges may end in another order than they began. Counts have one of their own, so that a rank
+    which an error took out of an exchange, and which begins anew with them, is not taken for one that sends rows.
     """
 
     WRITTEN = 0
     ARRIVED = 1
     READ = 2
+    COUNTED = 3
 
 
 class Refusal(IntEnum):
@@ -233,7 +235,8 @@ def _map_file(fd: int, size: int, mine: tuple[int, int]) -> tuple[Refusal, Tenso
     """
     try:
         os.posix_fallocate(fd, *mine)
-        return Refusal.NONE, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        with torch.inference_mode(False):  # what is made in it could be written in it alone
+            return Refusal.NONE, torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
     except OSError as error:
         return _because(error), None
 

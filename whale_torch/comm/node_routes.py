@@ -115,13 +115,13 @@ class NodeRoutes:
             [row_bytes * places, row_bytes * size]
         )
         here.view(places, row_bytes)[self._inside.index].copy_(x.view(torch.uint8))
-        memory.post(Flag.WRITTEN, number)
+        memory.post(Flag.COUNTED, number)
         levels = self._group.levels
         if levels is None:
-            memory.wait(Flag.WRITTEN, number, name)
+            memory.wait(Flag.COUNTED, number, name)
             all_rows = here
         elif self._inside.index == 0:
-            memory.wait(Flag.WRITTEN, number, f"{name} inside a node")
+            memory.wait(Flag.COUNTED, number, f"{name} inside a node")
             all_rows.copy_(gather_equal(here, levels.between, name=f"{name} between nodes").view(-1))
             memory.post(Flag.ARRIVED, number)
         else:

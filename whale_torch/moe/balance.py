@@ -5,6 +5,7 @@ All are of the global batch: of the tokens of all ranks that run the layer, so t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from whale_torch.comm.loss_part import loss_part
+from whale_torch.errors import PlanError
 from whale_torch.moe.routing import Routing
 
 __all__ = ["Coefficients", "add_losses"]
@@ -30,6 +32,11 @@ class Coefficients:
     switch: float = 0.0
     z: float = 0.0
     importance: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("aux_loss", self.switch), ("z_loss", self.z), ("importance", self.importance)):
+            if not 0 <= value < math.inf:
+                raise PlanError(f"{name}_coef is {value}.", fix="0 for none, or a small positive number")
 
     def any(self) -> bool:
         return bool(self.switch or self.z or self.importance)
@@ -73,7 +80,7 @@ def add_losses(
         loss = of.switch * num_experts * (fractions * whole / tokens).sum() + of.z * all_squares / tokens
         if of.importance:
             mean = whole.mean()
-            loss = loss + of.importance * (whole - mean).square().mean() / mean.square()
+            loss = loss + of.importance * (whole - mean).square().mean() / mean.square().clamp(min=1e-20)
         dp, dz = torch.autograd.grad(loss, (p, z), allow_unused=True)
     weights = routing.weights
     given = [(source, grad) for source, grad in ((probs, dp), (logits, dz)) if source is not None and grad is not None]

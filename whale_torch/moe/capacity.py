@@ -36,7 +36,7 @@ class Capacity:
         for name, factor in (("capacity_factor", self.factor), ("eval_capacity_factor", self.eval_factor)):
             if factor is not None and not factor > 0:
                 raise PlanError(f"{name} is {factor}.", fix="a positive number, or None to drop nothing")
-        if self.minimum < 0 or self.order not in ("position", "priority"):
+        if not isinstance(self.minimum, int) or self.minimum < 0 or self.order not in ("position", "priority"):
             raise PlanError(
                 f"min_capacity={self.minimum}, drop={self.order!r}.",
                 fix='min_capacity counts routes; drop is "position" or "priority"',
@@ -49,7 +49,8 @@ class Capacity:
         factor = self.factor if training else self.eval_factor
         if factor is None:
             return None
-        return [max(self.minimum, math.ceil(round(factor * top_k * tokens / num_experts, 9)))] * num_experts
+        each = min(factor, num_experts) * top_k * tokens / num_experts  # more than all routes there never are
+        return [min(max(self.minimum, math.ceil(round(each, 9))), top_k * tokens)] * num_experts
 
 
 def drop(routing: Routing, limits: list[int], of_all: Callable[[Tensor], tuple[Tensor, slice]], by: str) -> Routing:

@@ -42,6 +42,17 @@ def convert(model: nn.Module, patterns: Mapping[str, Conversion]) -> nn.Module:
             where=site,
             fix="moe.convert(model, {name_regex: conversion})",
         )
+    odd = (
+        patterns
+        if not isinstance(patterns, Mapping)
+        else next((c for c in patterns.values() if not (callable(c) or isinstance(c, Mapping))), None)
+    )
+    if odd is not None:
+        raise PlanError(
+            f"convert(): {odd!r} says of no module what becomes of it.",
+            where=site,
+            fix='{name_regex: function}, or {name_regex: {"num_experts": 8}}',
+        )
     if is_parallelized(model):
         raise PlanError("convert(): this model is parallelized already.", where=site, fix="convert it before")
     names = dict(model.named_modules(remove_duplicate=False))

@@ -37,6 +37,13 @@ class Experts(nn.Module):
         """Experts on their blocks of rows of x, which together are all rows."""
         raise NotImplementedError
 
+    def without(self, x: Tensor) -> Tensor:
+        """What a rank that holds no expert makes of x [0, dim], as one expert of zeros: ranks exchange rows of one
+        dtype, and all of them want a gradient or none."""
+        zeros = {name: p.sum(0, keepdim=True) for name, p in self.named_parameters()}
+        out: Tensor = functional_call(self, zeros, (x, [0]))
+        return out
+
 
 class FeedForward(Experts):
     """activation(x W1 + b1) W2 + b2, or, gated, (activation(x W1) * (x W3)) W2, each of [dim, hidden]."""
@@ -56,6 +63,8 @@ class FeedForward(Experts):
         super().__init__(num_experts)
         if activation not in FUNCTIONS:
             raise PlanError(f"activation is {activation!r}.", fix=f"one of {', '.join(map(repr, FUNCTIONS))}")
+        if dim < 1 or hidden < 1:
+            raise PlanError(f"experts of dim={dim}, hidden={hidden}.", fix="1 or more")
         self.dim, self.hidden, self.activation, self.gated = dim, hidden, activation, gated
         with_bias = not gated if bias is None else bias
         self.w1, self.w2 = _parameter(num_experts, hidden, dim), _parameter(num_experts, dim, hidden)
@@ -116,10 +125,12 @@ class Stacked(Experts):
             raise PlanError(f"an expert of type {type(first).__name__} has {what}.", fix="parameters only")
         template = copy.deepcopy(first).to("meta")
         object.__setattr__(self, "template", template)  # no member: its parameters are nobody's
-        self._names = {name: name.replace(".", "__") for name in named[0]}
-        for name, key in self._names.items():
+        stacks = {id(p): name.replace(".", "__") for name, p in reversed(list(first.named_parameters()))}
+        every = first.named_parameters(remove_duplicate=False)  # a tied one under each of its names
+        self._names = {name: stacks[id(p)] for name, p in every}
+        for name, p in named[0].items():
             whole = torch.stack([found[name].detach() for found in named])
-            self.register_parameter(key, nn.Parameter(whole, requires_grad=named[0][name].requires_grad))
+            self.register_parameter(self._names[name], nn.Parameter(whole, requires_grad=p.requires_grad))
 
     template: nn.Module
 
@@ -144,13 +155,13 @@ class Stacked(Experts):
 
     def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         self.template.train(self.training)
-        each = {name: getattr(self, key).unbind(0) for name, key in self._names.items()}
+        parts = {key: getattr(self, key).unbind(0) for key in set(self._names.values())}
         out = [
-            functional_call(self.template, {name: parts[number] for name, parts in each.items()}, (part,))
+            functional_call(self.template, {name: parts[key][number] for name, key in self._names.items()}, (part,))
             for number, part in enumerate(x.split(list(rows)))
             if len(part) or not number
         ]
-        return torch.cat(out) if out else x
+        return torch.cat(out)
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from whale_torch import ops
 from whale_torch.errors import PlanError
-from whale_torch.moe.routing import Renormalize, Routing, renormalized
+from whale_torch.moe.routing import LEAST, Renormalize, Routing, renormalized
 
 __all__ = ["ExpertChoice", "Gate", "Hash", "Prototypes", "TopK"]
 
@@ -45,8 +46,8 @@ class Gate(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
-        """As `route`, without routes of padding."""
-        found = self.route(x, mask)
+        """As `route`, without routes of padding, which may hold anything, NaN too."""
+        found = self.route(x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0.0), mask)
         if self.renormalize == "before":
             found = Routing(
                 found.experts, renormalized(found.weights), found.logits, found.probs, found.mask, found.order
@@ -124,6 +125,8 @@ class TopK(_Linear):
         )
         if score not in ("softmax", "sigmoid"):
             raise PlanError(f"score is {score!r}.", fix='score="softmax" or score="sigmoid"')
+        if not 0 <= bias_rate < math.inf:
+            raise PlanError(f"bias_rate is {bias_rate}.", fix="0 for no bias, or a small positive number")
         if second not in ("all", "random") or (second == "random" and top_k != 2):
             raise PlanError(f"second={second!r} with top_k={top_k}.", fix='second="random" is for top_k=2')
         self.score, self.second, self.bias_rate = score, second, bias_rate
@@ -142,7 +145,7 @@ class TopK(_Linear):
             experts = torch.stack((experts[:, 0], torch.where(keep, experts[:, 1], -1)), 1)
             scores = torch.stack((scores[:, 0], scores[:, 1].where(keep, 0.0)), 1)
         if self.score == "sigmoid":
-            probs = probs / probs.sum(1, keepdim=True)
+            probs = probs / probs.sum(1, keepdim=True).clamp(min=LEAST)
         return Routing(experts, scores, logits, probs, mask)
 
     @property
@@ -181,6 +184,8 @@ class ExpertChoice(_Linear):
 
     def __init__(self, dim: int, num_experts: int, *, capacity_factor: float = 2.0):
         super().__init__(dim, num_experts, num_experts)
+        if not 0 < capacity_factor < math.inf:
+            raise PlanError(f"capacity_factor is {capacity_factor}.", fix="a positive number")
         self.capacity_factor = capacity_factor
 
     def route(self, x: Tensor, mask: Tensor | None) -> Routing:
@@ -217,5 +222,5 @@ class Hash(Gate):
             raise PlanError(
                 f"token ids are {int(ids.min())} to {int(ids.max())}, the table has {len(self.table)} rows."
             )
-        experts = self.table[ids]
-        return Routing(experts, torch.full(experts.shape, 1.0 / self.top_k), mask=mask).masked()
+        experts = self.table[ids.long()]
+        return Routing(experts, torch.full(experts.shape, 1.0 / self.top_k, device=experts.device), mask=mask).masked()

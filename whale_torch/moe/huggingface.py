@@ -112,9 +112,10 @@ class RoutedExperts(Replacement, MoELayer):
         up = of.gate_up_proj if of.has_gate else of.up_proj
         up_bias = (of.gate_up_proj_bias if of.has_gate else of.up_proj_bias) if of.has_bias else None
         stacks = (up, up_bias, of.down_proj, of.down_proj_bias if of.has_bias else None)
+        if not rows:  # a rank without experts is sent no rows: as an expert of zeros
+            return self._one(x, *(None if stack is None else stack.sum(0) for stack in stacks))
         each = [[None] * len(rows) if stack is None else stack.unbind(0) for stack in stacks]
-        found = [self._one(part, *weights) for part, *weights in zip(x.split(list(rows)), *each, strict=False)]
-        return torch.cat(found) if found else x  # a rank without experts is sent no rows
+        return torch.cat([self._one(part, *of) for part, *of in zip(x.split(list(rows)), *each, strict=False)])
 
     def _one(self, x: Tensor, up: Any, up_bias: Any, down: Any, down_bias: Any) -> Tensor:
         of: Any = self
@@ -140,11 +141,17 @@ class _Own:
     def __call__(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         return self._layer._each(x, rows)
 
+    def without(self, x: Tensor) -> Tensor:
+        return self._layer._each(x, [])
+
     def parameters(self) -> Iterator[nn.Parameter]:
         return self._layer.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self._layer.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self._layer.named_buffers()
 
 
 class SplitRoutedExperts(SplitMoELayer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,25 @@ from whale_torch.moe.bias import note_choices
 from whale_torch.moe.capacity import Capacity, drop, without_dropped
 from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
-from whale_torch.moe.gates import Gate, Hash, Prototypes, TopK
+from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
 from whale_torch.moe.routing import Renormalize, Routing
 from whale_torch.moe.tally import Load, Tally
 from whale_torch.trace.tweaks import register_tweak
 
-__all__ = ["Load", "MoELayer", "aux_loss"]
+__all__ = ["Load", "MoELayer", "OnRanks", "aux_loss"]
+
+
+class OnRanks:
+    """The ranks that run a layer: a copy of it runs on them too, and what a pickle of it makes is of one process."""
+
+    def __init__(self, group: Group | None = None):
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnRanks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OnRanks, ()
 
 
 class MoELayer(nn.Module):
@@ -76,12 +89,23 @@ class MoELayer(nn.Module):
         chunks: int = 1,
     ):
         super().__init__()
-        self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
+        if dim < 1:
+            raise PlanError(f"dim is {dim}.", fix="as wide as tokens are, 1 or more")
         self.gate = _gate(gate, dim, num_experts, top_k, renormalize, jitter)
+        self.dim, self.num_experts = dim, num_experts
+        # a token may have all experts of an ExpertChoice, and has about as many as top_k says
+        self.top_k = top_k if isinstance(self.gate, ExpertChoice) else self.gate.top_k
         if self.gate.num_experts != num_experts:
             raise PlanError(f"the gate has {self.gate.num_experts} experts, the layer {num_experts}.")
+        if isinstance(self.gate, TopK | Prototypes | ExpertChoice) and self.gate.dim != dim:
+            raise PlanError(f"the gate is for tokens {self.gate.dim} wide, the layer for {dim}.")
         if isinstance(expert, Experts):
             self.experts: Experts = expert
+        elif isinstance(expert, nn.Module):
+            raise PlanError(
+                f"expert is a {type(expert).__name__}, one module.",
+                fix="a function that builds one: expert=lambda: ...",
+            )
         elif expert is not None:
             self.experts = Stacked([expert() for _ in range(num_experts)])
         else:
@@ -92,18 +116,25 @@ class MoELayer(nn.Module):
         self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop)
         self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef)
         self.shared = shared
-        if chunks < 1:
+        if not isinstance(chunks, int) or chunks < 1:
             raise PlanError(f"chunks is {chunks}.", fix="1, or as many parts as travel beside each other")
+        if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
+            raise PlanError(f"wire_dtype is {wire_dtype!r}.", fix="a floating-point dtype, torch.bfloat16, or None")
         self.wire_dtype, self.node_memory, self.chunks = wire_dtype, node_memory, chunks
         self.loss_factor = 1.0
         self.load: Load | None = None
         self.tally: Tally | None = None  # where somebody watches
-        self._ranks: Group | None = None  # all that run this layer, on other tokens
+        self._on_ranks = OnRanks()
+
+    @property
+    def _ranks(self) -> Group | None:
+        """All that run this layer, on other tokens."""
+        return self._on_ranks.group
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         if x.is_meta:
             return self.as_recorded(x, mask, token_ids=token_ids)
-        self._check(x, mask)
+        self._check(x, mask, token_ids)
         flat = x.reshape(-1, self.dim)
         seen = None if mask is None else mask.reshape(-1)
         if isinstance(self.gate, Hash) and token_ids is not None:
@@ -117,7 +148,7 @@ class MoELayer(nn.Module):
 
     def as_recorded(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         """Another forward of the same shape and about as many operations, for tensors without values."""
-        self._check(x, mask)
+        self._check(x, mask, token_ids)
         flat = x.reshape(-1, self.dim)
         if self.training and self.gate.draws:
             flat = flat + 0 * torch.rand_like(flat)
@@ -126,18 +157,33 @@ class MoELayer(nn.Module):
             out = self.experts(out, [len(out)] + [0] * (self.experts.num_experts - 1))
         out = out.view(self.top_k, *flat.shape).sum(0)
         for weight in self.gate.parameters():
-            out = out + 0 * (flat @ weight.to(flat.dtype).t()).sum()
+            of_tokens = weight.dim() == 2 and weight.shape[1] == self.dim
+            given = flat @ weight.to(flat.dtype).t() if of_tokens else weight.to(flat.dtype)
+            out = out + 0 * given.sum()
         if self.shared is not None:
             out = out + self.shared(flat)
         return out.view(x.shape)
 
-    def _check(self, x: Tensor, mask: Tensor | None) -> None:
+    def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise LayoutError(f"x has shape {tuple(x.shape)}, and the layer is for [..., {self.dim}].")
         if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
             raise LayoutError(
                 f"mask is {mask.dtype} of shape {tuple(mask.shape)} for x of shape {tuple(x.shape)}.",
                 fix=f"bool, of shape {tuple(x.shape[:-1])}: True for tokens, False for padding",
+            )
+        if token_ids is None:
+            return
+        if not isinstance(self.gate, Hash):
+            raise PlanError(
+                f"token_ids are given, and a {type(self.gate).__name__} gate does not choose by them.",
+                fix="gate=moe.Hash(num_tokens, num_experts), or leave token_ids out",
+            )
+        whole = not (token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool)
+        if token_ids.shape != x.shape[:-1] or not whole:
+            raise LayoutError(
+                f"token_ids are {token_ids.dtype} of shape {tuple(token_ids.shape)} for x of shape {tuple(x.shape)}.",
+                fix=f"whole numbers, of shape {tuple(x.shape[:-1])}",
             )
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:
@@ -164,7 +210,16 @@ class MoELayer(nn.Module):
         positions, _, kept = ops.moe_positions(routing.experts, self.num_experts)
         rows: list[int] = kept.tolist()
         y = self.experts(permute(x, positions, sum(rows)), rows)
+        self._check_made(y)
         return combine(y, positions, routing.weights), kept
+
+    def _check_made(self, y: Tensor) -> None:
+        """Raises LayoutError where experts do not give tokens."""
+        if y.dim() != 2 or y.shape[1] != self.dim:
+            raise LayoutError(
+                f"of tokens {self.dim} wide experts made {y.shape[-1]} wide ones.",
+                fix=f"experts from [n, {self.dim}] to [n, {self.dim}]",
+            )
 
     def _dropped(self, routing: Routing) -> Routing:
         limits = None

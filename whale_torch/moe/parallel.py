@@ -13,9 +13,10 @@ from whale_torch.comm.shared_rows import SharedRows
 from whale_torch.comm.slices import join, parts_of, take
 from whale_torch.comm.splits import Splits
 from whale_torch.mesh import Mesh
+from whale_torch.moe.alike import check_alike, form_of
 from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import FeedForward
-from whale_torch.moe.layer import MoELayer
+from whale_torch.moe.layer import MoELayer, OnRanks
 from whale_torch.moe.routing import Routing
 from whale_torch.moe.through_memory import through_memory
 from whale_torch.planning.plan import Plan
@@ -55,7 +56,7 @@ class SplitMoELayer(SplitModule, MoELayer):
             return self.as_recorded(x, mask, token_ids=token_ids)
         if twins.size == 1:
             return super().forward(x, mask, token_ids=token_ids)
-        self._check(x, mask)
+        self._check(x, mask, token_ids)
         flat = x.reshape(-1, self.dim)
         tokens = len(flat)
         first, count = sum(parts_of(tokens, twins.size)[: twins.index]), parts_of(tokens, twins.size)[twins.index]
@@ -81,8 +82,8 @@ class SplitMoELayer(SplitModule, MoELayer):
                 x.split(parts), routing.experts.split(parts), routing.weights.split(parts), strict=True
             )
         ]
-        splits = self._splits([chunk.kept for chunk in chunks])
         wire = self.wire_dtype
+        splits = self._splits([chunk.kept for chunk in chunks], form_of(x, wire))
         if len(chunks) == 1 and isinstance(self.experts, FeedForward) and wire in (None, x.dtype):
             rows = self._rows.in_memory(splits[0], x.shape[1] * x.element_size())
             if rows is not None:
@@ -96,6 +97,7 @@ class SplitMoELayer(SplitModule, MoELayer):
         for underway, split in zip(there, splits, strict=True):
             lengths = split.counts[:, self._index, : self._width].contiguous()  # [source, expert]
             y = self._on_rows(underway.finish(), lengths)
+            self._check_made(y)
             back.append(self._rows.begin(y, split.transposed, wire_dtype=wire))
         found = [
             combine(underway.finish(), c.positions, c.weights, back=1 / size)
@@ -112,21 +114,26 @@ class SplitMoELayer(SplitModule, MoELayer):
         whole = chunk.positions + moved[chunk.experts.clamp(min=0).to(torch.int64)]
         return torch.where(chunk.positions < 0, -1, whole)
 
-    def _splits(self, kept: list[Tensor]) -> list[Splits]:
-        """How many rows of each chunk go to each expert, of all ranks: one exchange for all chunks."""
+    def _splits(self, kept: list[Tensor], form: int) -> list[Splits]:
+        """How many rows of each chunk go to each expert, of all ranks: one exchange for all chunks.
+
+        form: of the tokens, which has to be that of all ranks.
+        """
         size, widths = self._region.columns.size, list(self._cut.widths)
         counts = torch.zeros(size, len(kept), max(widths), dtype=torch.int64)
         for number, of_chunk in enumerate(kept):
             for rank, part in enumerate(of_chunk.cpu().split(widths)):
                 counts[rank, number, : len(part)] = part
-        whole = self._rows.splits(counts.view(size, -1))
-        if len(kept) == 1:
-            return [whole]
-        by_chunk = whole.counts.view(size, size, len(kept), -1)
+        told = torch.cat([counts.new_full((size, 1), form), counts.view(size, -1)], 1)
+        whole = self._rows.splits(told)
+        check_alike(whole.counts[:, 0, 0].tolist(), self._region.columns.ranks, self._rows.name)
+        by_chunk = whole.counts[:, :, 1:].view(size, size, len(kept), -1)
         return [Splits(by_chunk[:, :, number].contiguous(), whole.index) for number in range(len(kept))]
 
     def _on_rows(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """Experts on rows that lie source by source, and expert by expert for each: lengths [source, expert]."""
+        if not self._width:
+            return self.experts.without(rows)
         if self.experts.takes_blocks and len(lengths) <= _FEW_SOURCES:
             ends = lengths.flatten().cumsum(0).view(lengths.shape).tolist()
             counts = lengths.tolist()
@@ -150,7 +157,7 @@ def attach_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> bool:
     exchanges: dict[tuple[str, bool], AllToAll] = {}
     for layer in layers:
         ranks = mesh.group("ranks of a layer of experts", plan.device("replica").copies, channel="loads of experts")
-        layer.__dict__["_ranks"] = ranks
+        layer.__dict__["_on_ranks"] = OnRanks(ranks)
         if isinstance(layer, SplitMoELayer):
             device = plan.device(plan.taskgraph_of(layer._cut.module).device)
             key = device.name, layer.node_memory

@@ -36,6 +36,7 @@ def share(layers: Iterable[nn.Module]) -> None:
             "these layers are parallelized already, and their weights are averaged each by itself.",
             fix="call wh.moe.share(layers) before wh.parallelize(model)",
         )
+    _check_none_left(listed, slots)
     for others in slots[1:]:
         for (_, _, shared), (module, key, _) in zip(slots[0], others, strict=True):
             setattr(module, key, shared)
@@ -135,6 +136,11 @@ def load_shared(model: nn.Module, state: Mapping[str, Any], layers: Iterable[nn.
 
 
 def _layers(layers: Iterable[nn.Module], call: str) -> list[nn.Module]:
+    if not isinstance(layers, Iterable):
+        raise PlanError(
+            f"wh.moe.{call} takes a sequence of modules, and got a {type(layers).__name__}.",
+            fix="a list of layers, or an nn.ModuleList",
+        )
     listed = list(layers)
     odd = next((layer for layer in listed if not isinstance(layer, nn.Module)), None)
     if odd is not None or not listed:
@@ -219,6 +225,18 @@ def _check_shared(layers: Sequence[nn.Module], slots: Sequence[Sequence[_Slot]])
             raise PlanError(
                 f"'{name}' has a gradient, the sum over {len(layers)} layers: none of them can have it as its own.",
                 fix="optimizer.step() and optimizer.zero_grad() before wh.moe.delink",
+            )
+
+
+def _check_none_left(layers: Sequence[nn.Module], slots: Sequence[Sequence[_Slot]]) -> None:
+    """Raises PlanError where a layer shares weights already, with others than these."""
+    firsts = [id(of[0][2]) if of else None for of in slots]
+    for number, layer in enumerate(layers):
+        known, here = layer.__dict__.get(_KEY, 1), firsts.count(firsts[number])
+        if known > here:
+            raise PlanError(
+                f"layer {number} shares its weights with {known - 1} other layers, of which {here - 1} are given.",
+                fix="call wh.moe.share once, with all layers that are to share",
             )
 
 

@@ -8,7 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Renormalize", "Routing", "renormalized"]
+__all__ = ["LEAST", "Renormalize", "Routing", "renormalized"]
+
+LEAST = 1e-20
+"""What sums of scores are divided by at least, so that sigmoids that are all 0 stay 0 and have a finite gradient."""
 
 Renormalize = Literal["none", "before", "after"]
 
@@ -39,5 +42,4 @@ class Routing:
 
 def renormalized(weights: Tensor) -> Tensor:
     """[T, k] weights that sum to 1 for each token; those of a token without any stay 0."""
-    total = weights.sum(1, keepdim=True)
-    return weights / torch.where(total > 0, total, 1.0)
+    return weights / weights.sum(1, keepdim=True).clamp(min=max(LEAST, torch.finfo(weights.dtype).tiny))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,7 +99,7 @@ def _check(dense: nn.Module, num_experts: int, noise: float, scale: str, options
     own = sorted(set(options) & set(_OF_THE_DENSE))
     if own:
         raise PlanError(f"{', '.join(own)} is as of the dense feed-forward.", fix=f"leave {', '.join(own)} out")
-    if noise < 0 or scale not in ("exact", "even", "none") or num_experts < 1:
+    if not 0 <= noise < math.inf or scale not in ("exact", "even", "none") or num_experts < 1:
         raise PlanError(
             f"upcycle(num_experts={num_experts}, noise={noise}, scale={scale!r}).",
             fix='num_experts >= 1, noise >= 0, scale="exact", "even" or "none"',
@@ -205,5 +206,5 @@ def _share_rows(gate: Gate, slices: int) -> None:
 @torch.no_grad()
 def _disturb(experts: Experts, noise: float) -> None:
     for weight in (p for p in experts.parameters() if p.dim() > 2):
-        for one in weight:
+        for one in weight if weight[0].numel() > 1 else ():  # of one number there is no deviation
             one.add_(torch.randn_like(one), alpha=noise * float(one.std()))

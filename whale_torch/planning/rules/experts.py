@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from whale_torch.errors import PlanError
 from whale_torch.planning.layout import Shard, balanced
 from whale_torch.planning.rules.registry import Cut, RuleContext, register_rule_by_name
 from whale_torch.planning.taskgraph import EXPERTS
@@ -27,10 +28,31 @@ def plan_routed_experts(module: nn.Module, name: str, context: RuleContext) -> l
 def _plan(
     layer: Any, name: str, context: RuleContext, rule: str, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> list[Cut]:
+    parameters = list(parameters)
+    _check_stacked(layer, name, parameters, context.site)
     widths = balanced(layer.num_experts, context.size)
     shards = tuple((key, Shard(0, widths, tuple(parameter.shape))) for key, parameter in parameters)
     moved = layer.top_k * layer.dim
     return [Cut(name, rule, "experts", widths, shards, moved, moved)]
+
+
+def _check_stacked(layer: Any, name: str, parameters: list[tuple[str, nn.Parameter]], site: str) -> None:
+    """Raises PlanError for what cannot be cut by experts."""
+    number, of = layer.num_experts, f"'{name}'" if name else "the layer"
+    odd = next(((key, p) for key, p in parameters if p.dim() < 1 or p.shape[0] != number), None)
+    if odd is not None:
+        raise PlanError(
+            f"{of} has {number} experts, and its parameter '{odd[0]}' has shape {list(odd[1].shape)}.",
+            where=site,
+            fix=f"parameters of Experts are [{number}, ...], those of all experts in one",
+        )
+    whole = next((key for key, b in layer.experts.named_buffers() if b.dim() and b.shape[0] == number > 1), None)
+    if whole is not None:
+        raise PlanError(
+            f"{of} has {number} experts, and its buffer 'experts.{whole}' is of all of them on every rank.",
+            where=site,
+            fix="a parameter with requires_grad=False, which is cut as the others are",
+        )
 
 
 def register_expert_rules() -> None:

@@ -1,0 +1,164 @@
+"""Mixture of experts over ranks where something is at its limit: ranks without experts or tokens, other dtypes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale_torch as wh
+from tests.parity.metric import relative_error
+from tests.parity.split_case import gradients_of
+from tests.world import world
+from whale_torch import moe
+from whale_torch.comm.route_costs import RouteCosts
+
+DIM = 4
+
+
+class Scaling(moe.Experts):
+    """Experts of one's own, which make nothing of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.w = nn.Parameter(torch.randn(1, DIM))
+
+    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        return torch.cat([part * w for part, w in zip(x.split(list(rows)), self.w, strict=True)])
+
+
+EXPERTS: dict[str, Any] = {
+    "feed-forward": lambda: None,
+    "modules": lambda: lambda: nn.Sequential(nn.Linear(DIM, 3), nn.ReLU(), nn.Linear(3, DIM)),
+    "wide at the end": lambda: lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM)),
+    "own": Scaling,
+}
+
+
+def _in_experts(**options: Any) -> Any:
+    with wh.split():
+        layer = moe.MoELayer(DIM, **({"num_experts": 3, "top_k": 2, "hidden": 3} | options))
+    return nn.Sequential(layer)
+
+
+def _few_experts(rank: int, n: int) -> dict[str, float]:
+    """Errors of gradients where one of the ranks has the only expert, and tokens want no gradient."""
+    errors = {}
+    for name, expert in EXPERTS.items():
+        torch.manual_seed(0)
+        model = _in_experts(num_experts=1, top_k=1, expert=expert())
+        alone = copy.deepcopy(model)
+        wh.parallelize(model, timeout=20)
+        for half in (False, True):
+            torch.manual_seed(1)
+            x = torch.randn(3 * n, DIM)
+            for m, part in ((model, slice(3 * rank, 3 * rank + 3)), (alone, slice(None))):
+                m.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16) if half else contextlib.nullcontext():
+                    y = m(x[part])
+                y.float().square().mean().backward()
+            errors[f"{name}, {half}"] = relative_error(gradients_of(model), gradients_of(alone)) / (1e3 if half else 1)
+    return errors
+
+
+def test_a_rank_without_experts_goes_along() -> None:
+    for errors in world(2, _few_experts):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def _unlike(rank: int, n: int, what: str) -> str:
+    model = _in_experts()
+    wh.parallelize(model, timeout=20)
+    x = torch.randn(3, DIM)
+    if rank == 1 and what == "sent as":
+        model[0].wire_dtype = torch.bfloat16
+    try:
+        with (
+            torch.set_grad_enabled(what != "autocast"),
+            torch.autocast("cpu", torch.bfloat16, enabled=rank == 1 and what == "autocast"),
+        ):
+            model(x.requires_grad_(what == "with a gradient" and rank == 1))
+        return "nothing was said"
+    except wh.LayoutError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("what", ["autocast", "with a gradient", "sent as"])
+def test_tokens_that_ranks_send_each_in_its_own_way_are_refused_on_all(what: str) -> None:
+    said = world(2, _unlike, what)
+    assert said[0] == said[1] and what in said[0] and "ranks:  0, 1" in said[0], said
+
+
+def _evaluated_first(rank: int, n: int) -> None:
+    model = _in_experts()
+    wh.parallelize(model, timeout=20)
+    for tokens in (3, 3000):  # the second time in more memory than there was
+        with torch.inference_mode():
+            model.eval()(torch.randn(tokens, DIM))
+        for _ in range(2):
+            model.train()(torch.randn(tokens, DIM)).sum().backward()
+
+
+def test_training_goes_on_after_inference_mode() -> None:
+    world(2, _evaluated_first)
+
+
+def _pickled(rank: int, n: int) -> float:
+    torch.manual_seed(0)
+    layer = moe.MoELayer(DIM, 3, 2, capacity_factor=1.0, eval_capacity_factor=1.0)
+    model: Any = wh.parallelize(nn.Sequential(layer), timeout=20)
+    again = pickle.loads(pickle.dumps(model))
+    x = torch.randn(5, DIM)
+    copied = copy.deepcopy(model).eval()(x)  # on all ranks, as the model
+    if rank == 0:
+        again.eval()(x)  # of one process
+    return float((copied - model.eval()(x)).detach().abs().max())
+
+
+def test_a_pickle_of_whole_experts_is_of_one_process() -> None:
+    assert world(2, _pickled) == [0.0, 0.0]
+
+
+class Failing(nn.Module):
+    """An expert that raises an error when it is told to."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Failing.fails:
+            raise ValueError("an error in an expert")
+        out: Tensor = self.linear(x)
+        return out
+
+
+def _goes_on_after_an_error(rank: int, n: int) -> list[str]:
+    """What becomes of three evaluations, the second of which fails in the midst on rank 0, by way of shared memory."""
+    model = _in_experts(expert=Failing)
+    wh.parallelize(model, timeout=3)
+    rows = model[0]._rows
+    rows._costs = RouteCosts((1,), {route: (0.0 if route == "shared" else 1.0,) for route in rows.routes()})
+    said = []
+    for step in range(3):
+        Failing.fails = step == 1 and rank == 0
+        try:
+            with torch.no_grad():
+                model.eval()(torch.randn(4, DIM))
+            said.append("done")
+        except (ValueError, wh.CommError) as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_a_rank_that_goes_on_after_an_error_is_not_answered_by_rows() -> None:
+    first, other = world(2, _goes_on_after_an_error)
+    assert first == ["done", "ValueError", "CommError"] and other[:2] == ["done", "CommError"]
