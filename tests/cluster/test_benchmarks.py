@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import benchmarks.all2all.main as all2all
+import benchmarks.all2all.overlap as overlap
 import benchmarks.bert_pipeline.main as bert
 import benchmarks.bert_pipeline.sizes as bert_sizes
 import benchmarks.classifier_split.main as classifier
@@ -83,6 +84,17 @@ def test_rows_come_alike_by_every_route() -> None:
     assert all(same for same, _, _ in results)
     assert all(told["routes"] == results[0][2]["routes"] for _, _, told in results)
     assert results[0][1].keys() == {32, 640} and results[0][1][32].keys() == all2all.VARIANTS.keys()
+
+
+def _chunks(rank: int, n: int) -> Any:
+    return overlap.measure(rank, 1 << 16, STEPS, 0)
+
+
+def test_tokens_in_chunks_and_in_half_precision_are_the_layers() -> None:
+    for traces, errors in world(2, _chunks):
+        assert traces.keys() == errors.keys() == {f"{c} {wire}" for wire in overlap.WIRES for c in overlap.CHUNKS}
+        for name, error in errors.items():
+            assert error < (1e-6 if name.endswith("fp32") else 1e-2), name
 
 
 def _hierarchies(rank: int, n: int) -> Any:
