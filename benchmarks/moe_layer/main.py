@@ -7,22 +7,21 @@ whale's MoELayer with its tokens through gloo and through shared memory, a chain
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import whale_torch as wh
 from benchmarks.cluster import Cluster
 from benchmarks.harness import Report, Step, Trace, add_arguments, interleave, summarize
-from benchmarks.moe_layer.peers import Chain, Dense, fairscale_layer
+from benchmarks.moe_layer.peers import Chain, Dense, Fairscale
 from whale_torch.moe import MoELayer
 
-__all__ = ["main"]
+__all__ = ["SIZES", "layer_of", "main"]
 
-_SIZES = {"A": (2048, 512, 1024, 8, 2), "B": (2048, 256, 256, 64, 8)}
+SIZES = {"A": (2048, 512, 1024, 8, 2), "B": (2048, 256, 256, 64, 8)}
 """Tokens of a rank, dim, hidden, experts, top_k."""
 _BARS = {
     ("A", "float32"): {"gloo": 1.10, "memory": 1.05},
@@ -36,7 +35,7 @@ _OVER_CHAIN = {"gloo": 1.1, "memory": 1.3}
 
 
 def _whale(size: str, dtype: torch.dtype, *, node_memory: bool) -> nn.Module:
-    _, dim, hidden, num_experts, top_k = _SIZES[size]
+    _, dim, hidden, num_experts, top_k = SIZES[size]
     torch.manual_seed(0)
     with wh.split():
         layer = MoELayer(dim, num_experts, top_k, hidden=hidden, aux_loss_coef=0.0, node_memory=node_memory)
@@ -44,16 +43,16 @@ def _whale(size: str, dtype: torch.dtype, *, node_memory: bool) -> nn.Module:
     return wh.parallelize(model)
 
 
-def _made(name: str, size: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    _, dim, hidden, num_experts, top_k = _SIZES[size]
+def layer_of(name: str, size: str, dtype: torch.dtype) -> nn.Module:
+    """The variant's layer, from tokens to tokens; all ranks build it."""
+    _, dim, hidden, num_experts, top_k = SIZES[size]
     if name == "dense":
         return Dense(dim, hidden, top_k).to(dtype)
     if name in ("gloo", "memory"):
         return _whale(size, dtype, node_memory=name == "memory")
     if name == "chain":
         return Chain(dim, hidden, num_experts, top_k).to(dtype)
-    layer = fairscale_layer(dim, hidden, num_experts)
-    return lambda x: layer(x.view(8, -1, dim)).view(x.shape)
+    return Fairscale(dim, hidden, num_experts)
 
 
 def _measure(
@@ -65,10 +64,10 @@ def _measure(
         dist.init_process_group("gloo")
     dtype: torch.dtype = getattr(torch, dtype_name)
     torch.manual_seed(rank)
-    tokens, dim = _SIZES[size][:2]
+    tokens, dim = SIZES[size][:2]
     x = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
     upstream = torch.randn(tokens, dim, dtype=dtype)
-    layers = {name: _made(name, size, dtype) for name in names}
+    layers = {name: layer_of(name, size, dtype) for name in names}
 
     def step(name: str) -> Step:
         def run(number: int) -> None:
