@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import whale_torch as wh
 from benchmarks.cluster import Cluster
 from benchmarks.harness import Report, Step, Trace, add_arguments, interleave, summarize
+from benchmarks.moe_layer import parts
 from benchmarks.moe_layer.peers import Chain, Dense, Fairscale
 from whale_torch.moe import MoELayer
 
@@ -55,10 +56,7 @@ def layer_of(name: str, size: str, dtype: torch.dtype) -> nn.Module:
     return Fairscale(dim, hidden, num_experts)
 
 
-def _measure(
-    rank: int, names: list[str], size: str, dtype_name: str, steps: int, warmup: int
-) -> tuple[dict[str, Trace], float]:
-    """(traces, the largest share of all rows that one rank's experts had)"""
+def _built(rank: int, names: list[str], size: str, dtype_name: str) -> tuple[dict[str, nn.Module], Tensor, Tensor]:
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -67,7 +65,20 @@ def _measure(
     tokens, dim = SIZES[size][:2]
     x = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
     upstream = torch.randn(tokens, dim, dtype=dtype)
-    layers = {name: layer_of(name, size, dtype) for name in names}
+    return {name: layer_of(name, size, dtype) for name in names}, x, upstream
+
+
+def _measure_parts(
+    rank: int, names: list[str], size: str, dtype_name: str, steps: int, warmup: int
+) -> dict[str, parts.Seconds]:
+    return parts.measure(*_built(rank, names, size, dtype_name), steps, warmup)
+
+
+def _measure(
+    rank: int, names: list[str], size: str, dtype_name: str, steps: int, warmup: int
+) -> tuple[dict[str, Trace], float]:
+    """(traces, the largest share of all rows that one rank's experts had)"""
+    layers, x, upstream = _built(rank, names, size, dtype_name)
 
     def step(name: str) -> Step:
         def run(number: int) -> None:
@@ -95,9 +106,12 @@ def main() -> int:
     parser.add_argument("--sizes", default="A,B", help="with commas between (default: all)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="with commas between (default: all)")
     add_arguments(parser, ("dense", "gloo", "memory", "chain", "fairscale"), steps=12)
+    parser.add_argument("--parts", action="store_true", help="where whale's time goes, beside the dense layer's")
     options = parser.parse_args()
     report = Report("moe_layer", "A layer of experts on two ranks, against a dense one of equal operations.")
     rows = []
+    if options.parts:
+        return _report_parts(report, options)
     with Cluster(1, 2) as cluster:
         for size in options.sizes.split(","):
             for dtype in options.dtypes.split(","):
@@ -114,6 +128,33 @@ def main() -> int:
     headers = ["size", "dtype", "variant", "ms, min", "ms, median", "over dense", "fullest rank over mean"]
     report.table("Forward and backward of one layer", headers, rows)
     return report.finish(options)
+
+
+def _report_parts(report: Report, options: argparse.Namespace) -> int:
+    names = [name for name in ("dense", "gloo", "memory") if name in options.variants]
+    with Cluster(1, 2) as cluster:
+        for size in options.sizes.split(","):
+            for dtype in options.dtypes.split(","):
+                ranks = cluster.run(_measure_parts, names, size, dtype, options.steps, options.warmup)
+                _table_of_parts(report, f"{size}, {dtype}", ranks)
+    report.note("least of the steps for each number by itself, mean of the ranks; what runs in no part is the rest")
+    return report.finish(options)
+
+
+def _table_of_parts(report: Report, title: str, ranks: list[dict[str, parts.Seconds]]) -> None:
+    mean: dict[tuple[str, str, bool], float] = {
+        (name, *key): 1e3 * sum(own[name].get(key, 0.0) for own in ranks) / len(ranks)
+        for name in ranks[0]
+        for key in set().union(*(own[name] for own in ranks))
+    }
+    columns = [(name, backward) for name in ranks[0] for backward in (False, True)]
+    cells = {part: [mean.get((name, part, back), 0.0) for name, back in columns] for part in parts.PARTS}
+    cells["sum"] = [sum(column) for column in zip(*cells.values(), strict=True)]
+    cells["a whole step"] = [mean[name, "all", back] for name, back in columns]
+    headers = ["part", *(f"{name}, {'backward' if back else 'forward'}" for name, back in columns)]
+    rows = [[part, *(f"{ms:.2f}" if ms else "" for ms in numbers)] for part, numbers in cells.items()]
+    report.table(f"{title}: ms of a step", headers, rows)
+    report.data(**{f"parts_{title.replace(', ', '_')}": {" ".join(map(str, key)): ms for key, ms in mean.items()}})
 
 
 def _bars(report: Report, size: str, dtype: str, seconds: dict[str, float]) -> None:

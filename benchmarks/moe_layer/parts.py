@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["PARTS", "Parts"]
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["PARTS", "Parts", "Seconds", "measure"]
 
 PARTS = ("gate, routes", "counts", "permute", "exchange there", "experts", "exchange back", "combine", "the rest")
 """In a forward's order. In a backward the rest is mainly the gate's gradient."""
@@ -35,22 +38,40 @@ _WRAPPED = {
 """What runs in which part, forward and backward; of these there is what the way of the rows needs."""
 
 
+Seconds = dict[tuple[str, bool], float]
+"""By (part, is backward); of the whole by ("all", is backward)."""
+
+
+def measure(layers: dict[str, Any], x: Tensor, upstream: Tensor, steps: int, warmup: int) -> dict[str, Seconds]:
+    """The least seconds of every part of every layer on this rank; the layers alternate."""
+    parts, found = Parts(), {}
+    for number in range(warmup + steps):
+        for name, layer in layers.items():
+            x.grad = None
+            dist.barrier()
+            seconds = parts.step(lambda layer=layer: layer(x), lambda out: out.backward(upstream))
+            if number >= warmup:
+                least = found.setdefault(name, seconds)
+                found[name] = {key: min(seconds.get(key, 0.0), least.get(key, 0.0)) for key in seconds | least}
+    return found
+
+
 class Parts:
-    """Times one step: seconds[part, is backward]. What a part calls that is a part counts there alone.
+    """Times a step. What a part calls that is a part itself counts there alone.
 
     Made once in a process, whose functions it wraps.
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[tuple[str, bool], float] = defaultdict(float)
+        self.seconds: Seconds = defaultdict(float)
         self._open, self._since = ["the rest"], 0.0
         self._backward = self._after_experts = False
         for name, parts in _WRAPPED.items():
             _replace(name, functools.partial(self._wrapped, parts=parts))
         _replace("whale_torch.comm.all2all:AllToAll.start", self._exchange)
 
-    def step(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> dict[tuple[str, bool], float]:
-        """Runs both, and tells their seconds: by (part, is backward), and of the whole by ("all", is backward)."""
+    def step(self, forward: Callable[[], Any], backward: Callable[[Any], None]) -> Seconds:
+        """Runs both."""
         self.seconds.clear()
         self._backward = self._after_experts = False
         begin = self._since = time.perf_counter()
