@@ -15,8 +15,11 @@ from torch import Tensor
 
 __all__ = ["PARTS", "Parts", "Seconds", "measure"]
 
-PARTS = ("gate, routes", "counts", "permute", "exchange there", "experts", "exchange back", "combine", "the rest")
-"""In a forward's order. In a backward the rest is mainly the gate's gradient."""
+PARTS = ("gate, routes", "counts", "permute", "exchange there", "experts", "exchange back", "combine")
+PARTS += ("of any model", "the rest")
+"""In a forward's order. Of any model: the exchange of row counts, the average of the gate's gradient. The rest of a
+backward is mainly the gate's.
+"""
 
 _WRAPPED = {
     "whale_torch.moe.gates:Gate.forward": ("gate, routes", ""),
@@ -29,6 +32,10 @@ _WRAPPED = {
     "whale_torch.ops:moe_collect": ("combine", ""),
     "whale_torch.ops:moe_combine_backward": ("", "combine"),
     "whale_torch.ops:moe_scatter_backward": ("", "combine"),
+    "whale_torch.comm.call:Call.send": ("of any model", "of any model"),
+    "whale_torch.comm.call:Call.table": ("of any model", "of any model"),
+    "whale_torch.comm.reducer:Reducer.launch": ("of any model", "of any model"),
+    "whale_torch.comm.reducer:Reducer.land": ("of any model", "of any model"),
     "whale_torch.comm.shared_rows:Slot.meet": ("exchange", "exchange"),
     "whale_torch.moe.experts:FeedForward.on_blocks": ("experts", ""),
     "whale_torch.moe.feed_forward:_FeedForward.backward": ("", "experts"),
