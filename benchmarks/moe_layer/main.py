@@ -81,8 +81,11 @@ def _measure(
     layers, x, upstream = _built(rank, names, size, dtype_name)
 
     def step(name: str) -> Step:
+        leaves = [x, *layers[name].parameters()]
+
         def run(number: int) -> None:
-            x.grad = None
+            for leaf in leaves:
+                leaf.grad = None
             layers[name](x).backward(upstream)
 
         return run

@@ -54,7 +54,8 @@ def measure(layers: dict[str, Any], x: Tensor, upstream: Tensor, steps: int, war
     parts, found = Parts(), {}
     for number in range(warmup + steps):
         for name, layer in layers.items():
-            x.grad = None
+            for leaf in (x, *layer.parameters()):
+                leaf.grad = None
             dist.barrier()
             seconds = parts.step(lambda layer=layer: layer(x), lambda out: out.backward(upstream))
             if number >= warmup:
