@@ -1,5 +1,6 @@
 """`python -m benchmarks.moe_layer`."""
 
+from benchmarks.harness import run
 from benchmarks.moe_layer.main import main
 
-raise SystemExit(main())
+raise SystemExit(run(main))

@@ -7,7 +7,6 @@ whale's MoELayer with its tokens through gloo and through shared memory, a chain
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +16,13 @@ from torch import Tensor, nn
 import whale_torch as wh
 from benchmarks.cluster import Cluster
 from benchmarks.harness import Report, Step, Trace, add_arguments, interleave, summarize
-from benchmarks.moe_layer.peers import Chain, Dense, fairscale_layer
+from benchmarks.moe_layer import parts
+from benchmarks.moe_layer.peers import Chain, Dense, Fairscale
 from whale_torch.moe import MoELayer
 
-__all__ = ["main"]
+__all__ = ["SIZES", "layer_of", "main"]
 
-_SIZES = {"A": (2048, 512, 1024, 8, 2), "B": (2048, 256, 256, 64, 8)}
+SIZES = {"A": (2048, 512, 1024, 8, 2), "B": (2048, 256, 256, 64, 8)}
 """Tokens of a rank, dim, hidden, experts, top_k."""
 _BARS = {
     ("A", "float32"): {"gloo": 1.10, "memory": 1.05},
@@ -36,7 +36,7 @@ _OVER_CHAIN = {"gloo": 1.1, "memory": 1.3}
 
 
 def _whale(size: str, dtype: torch.dtype, *, node_memory: bool) -> nn.Module:
-    _, dim, hidden, num_experts, top_k = _SIZES[size]
+    _, dim, hidden, num_experts, top_k = SIZES[size]
     torch.manual_seed(0)
     with wh.split():
         layer = MoELayer(dim, num_experts, top_k, hidden=hidden, aux_loss_coef=0.0, node_memory=node_memory)
@@ -44,35 +44,48 @@ def _whale(size: str, dtype: torch.dtype, *, node_memory: bool) -> nn.Module:
     return wh.parallelize(model)
 
 
-def _made(name: str, size: str, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    _, dim, hidden, num_experts, top_k = _SIZES[size]
+def layer_of(name: str, size: str, dtype: torch.dtype) -> nn.Module:
+    """The variant's layer, from tokens to tokens; all ranks build it."""
+    _, dim, hidden, num_experts, top_k = SIZES[size]
     if name == "dense":
         return Dense(dim, hidden, top_k).to(dtype)
     if name in ("gloo", "memory"):
         return _whale(size, dtype, node_memory=name == "memory")
     if name == "chain":
         return Chain(dim, hidden, num_experts, top_k).to(dtype)
-    layer = fairscale_layer(dim, hidden, num_experts)
-    return lambda x: layer(x.view(8, -1, dim)).view(x.shape)
+    return Fairscale(dim, hidden, num_experts)
+
+
+def _built(rank: int, names: list[str], size: str, dtype_name: str) -> tuple[dict[str, nn.Module], Tensor, Tensor]:
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    torch.manual_seed(rank)
+    tokens, dim = SIZES[size][:2]
+    x = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(tokens, dim, dtype=dtype)
+    return {name: layer_of(name, size, dtype) for name in names}, x, upstream
+
+
+def _measure_parts(
+    rank: int, names: list[str], size: str, dtype_name: str, steps: int, warmup: int
+) -> dict[str, parts.Seconds]:
+    return parts.measure(*_built(rank, names, size, dtype_name), steps, warmup)
 
 
 def _measure(
     rank: int, names: list[str], size: str, dtype_name: str, steps: int, warmup: int
 ) -> tuple[dict[str, Trace], float]:
     """(traces, the largest share of all rows that one rank's experts had)"""
-    torch.set_num_threads(1)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    torch.manual_seed(rank)
-    tokens, dim = _SIZES[size][:2]
-    x = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
-    upstream = torch.randn(tokens, dim, dtype=dtype)
-    layers = {name: _made(name, size, dtype) for name in names}
+    layers, x, upstream = _built(rank, names, size, dtype_name)
 
     def step(name: str) -> Step:
+        leaves = [x, *layers[name].parameters()]
+
         def run(number: int) -> None:
-            x.grad = None
+            for leaf in leaves:
+                leaf.grad = None
             layers[name](x).backward(upstream)
 
         return run
@@ -96,9 +109,12 @@ def main() -> int:
     parser.add_argument("--sizes", default="A,B", help="with commas between (default: all)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="with commas between (default: all)")
     add_arguments(parser, ("dense", "gloo", "memory", "chain", "fairscale"), steps=12)
+    parser.add_argument("--parts", action="store_true", help="where whale's time goes, beside the dense layer's")
     options = parser.parse_args()
     report = Report("moe_layer", "A layer of experts on two ranks, against a dense one of equal operations.")
     rows = []
+    if options.parts:
+        return _report_parts(report, options)
     with Cluster(1, 2) as cluster:
         for size in options.sizes.split(","):
             for dtype in options.dtypes.split(","):
@@ -115,6 +131,33 @@ def main() -> int:
     headers = ["size", "dtype", "variant", "ms, min", "ms, median", "over dense", "fullest rank over mean"]
     report.table("Forward and backward of one layer", headers, rows)
     return report.finish(options)
+
+
+def _report_parts(report: Report, options: argparse.Namespace) -> int:
+    names = [name for name in ("dense", "gloo", "memory") if name in options.variants]
+    with Cluster(1, 2) as cluster:
+        for size in options.sizes.split(","):
+            for dtype in options.dtypes.split(","):
+                ranks = cluster.run(_measure_parts, names, size, dtype, options.steps, options.warmup)
+                _table_of_parts(report, f"{size}, {dtype}", ranks)
+    report.note("least of the steps for each number by itself, mean of the ranks; what runs in no part is the rest")
+    return report.finish(options)
+
+
+def _table_of_parts(report: Report, title: str, ranks: list[dict[str, parts.Seconds]]) -> None:
+    mean: dict[tuple[str, str, bool], float] = {
+        (name, *key): 1e3 * sum(own[name].get(key, 0.0) for own in ranks) / len(ranks)
+        for name in ranks[0]
+        for key in set().union(*(own[name] for own in ranks))
+    }
+    columns = [(name, backward) for name in ranks[0] for backward in (False, True)]
+    cells = {part: [mean.get((name, part, back), 0.0) for name, back in columns] for part in parts.PARTS}
+    cells["sum"] = [sum(column) for column in zip(*cells.values(), strict=True)]
+    cells["a whole step"] = [mean[name, "all", back] for name, back in columns]
+    headers = ["part", *(f"{name}, {'backward' if back else 'forward'}" for name, back in columns)]
+    rows = [[part, *(f"{ms:.2f}" if ms else "" for ms in numbers)] for part, numbers in cells.items()]
+    report.table(f"{title}: ms of a step", headers, rows)
+    report.data(**{f"parts_{title.replace(', ', '_')}": {" ".join(map(str, key)): ms for key, ms in mean.items()}})
 
 
 def _bars(report: Report, size: str, dtype: str, seconds: dict[str, float]) -> None:

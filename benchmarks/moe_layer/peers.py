@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-__all__ = ["Chain", "Dense", "fairscale_layer"]
+__all__ = ["Chain", "Dense", "Fairscale"]
 
 
 class FeedForward(nn.Module):
@@ -65,10 +65,16 @@ class Chain(nn.Module):
         return torch.zeros_like(x).index_add(0, token, done)
 
 
-def fairscale_layer(dim: int, hidden: int, num_experts: int) -> nn.Module:
-    """fairscale's top-2 layer; its tokens are [groups, tokens, dim]."""
-    from fairscale.nn import MOELayer, Top2Gate
+class Fairscale(nn.Module):
+    """fairscale's top-2 layer, on tokens [a multiple of 8, dim]."""
 
-    experts = nn.ModuleList(FeedForward(dim, hidden) for _ in range(num_experts // dist.get_world_size()))
-    layer: nn.Module = MOELayer(Top2Gate(dim, num_experts), experts)
-    return layer
+    def __init__(self, dim: int, hidden: int, num_experts: int):
+        from fairscale.nn import MOELayer, Top2Gate
+
+        super().__init__()
+        experts = nn.ModuleList(FeedForward(dim, hidden) for _ in range(num_experts // dist.get_world_size()))
+        self.layer = MOELayer(Top2Gate(dim, num_experts), experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.view(8, -1, x.shape[-1])).view(x.shape)
+        return out

@@ -12,9 +12,12 @@ import torch
 from torch import nn
 
 import benchmarks.all2all.main as all2all
+import benchmarks.all2all.overlap as overlap
 import benchmarks.bert_pipeline.main as bert
 import benchmarks.bert_pipeline.sizes as bert_sizes
 import benchmarks.classifier_split.main as classifier
+import benchmarks.moe_layer.main as moe_layer
+import benchmarks.moe_layer.parts as parts
 import benchmarks.overhead.main as overhead
 import benchmarks.pipeline_bubble.main as bubble
 import benchmarks.replica.main as replica
@@ -83,6 +86,35 @@ def test_rows_come_alike_by_every_route() -> None:
     assert all(same for same, _, _ in results)
     assert all(told["routes"] == results[0][2]["routes"] for _, _, told in results)
     assert results[0][1].keys() == {32, 640} and results[0][1][32].keys() == all2all.VARIANTS.keys()
+
+
+def _chunks(rank: int, n: int) -> Any:
+    overlap.COMPUTE_S = 5e-3
+    return overlap.measure(rank, 1 << 16, 1, 0)
+
+
+def test_tokens_in_chunks_and_in_half_precision_are_the_layers() -> None:
+    for traces, errors in world(2, _chunks, local_world_size=1):
+        assert traces.keys() == errors.keys() == {f"{c} {wire}" for wire in overlap.WIRES for c in overlap.CHUNKS}
+        for name, error in errors.items():
+            assert error < (1e-6 if name.endswith("fp32") else 1e-2), name
+
+
+def _parts(rank: int, n: int) -> Any:
+    moe_layer.SIZES["A"] = (64, 16, 32, 8, 2)
+    found = moe_layer._measure_parts(rank, ["dense", "gloo", "memory"], "A", "float32", 1, 0)
+    return found, moe_layer._measure(rank, ["gloo", "chain"], "A", "float32", 1, 0)[1]
+
+
+def test_the_parts_of_a_layer_are_a_whole_step() -> None:
+    for found, fullest in world(2, _parts, timeout=60):
+        assert 1 <= fullest < 2
+        for name, seconds in found.items():
+            for back in (False, True):
+                of_parts = {part: seconds.get((part, back), 0.0) for part in parts.PARTS}
+                assert sum(of_parts.values()) == pytest.approx(seconds["all", back], rel=1e-6)
+                idle = {part for part, spent in of_parts.items() if not spent}
+                assert idle <= (set(parts.PARTS[:2]) if back else set()) or name == "dense", (name, back)
 
 
 def _hierarchies(rank: int, n: int) -> Any:

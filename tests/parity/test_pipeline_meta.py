@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import whale_torch as wh
-from tests.parity.live_bytes import LiveBytes
+from benchmarks.live_bytes import LiveBytes
 from tests.parity.metric import relative_error
 from tests.parity.pipeline_cases import CASES, WIDTH
 from tests.parity.split_case import gradients_of

@@ -11,16 +11,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveBytes"]
+__all__ = ["SHARED", "LiveBytes"]
 
+SHARED = ("/dev/shm", "/memfd")
+"""How the names of files begin which are memory."""
 _SMALL = 1 << 12
 
 
 class LiveBytes(TorchDispatchMode):
-    """now, most: bytes alive now, and at most so far. Mapped files do not count."""
+    """now, most: bytes alive now, and at most so far; largest: bytes of the largest tensor made.
 
-    def __init__(self) -> None:
+    Mapped files do not count. shared: whether memory that processes share counts.
+    """
+
+    def __init__(self, *, shared: bool = True) -> None:
         super().__init__()
+        self.largest, self._shared = 0, shared
         self.now = self.most = 0
         self._seen: set[int] = set()
 
@@ -35,8 +41,9 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._seen:
             return
-        size = 0 if _is_mapped(storage) else storage.nbytes()
+        size = 0 if _is_mapped(storage, self._shared) else storage.nbytes()
         self._seen.add(key)
+        self.largest = max(self.largest, size)
         self.now += size
         self.most = max(self.most, self.now)
         weakref.finalize(storage, self._forget, key, size)
@@ -46,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _is_mapped(storage: torch.UntypedStorage) -> bool:
+def _is_mapped(storage: torch.UntypedStorage, shared_counts: bool) -> bool:
     """Whether a storage of some size is part of a file on disk: the kernel holds as much of it as it has room for."""
     if storage.nbytes() < _SMALL:
         return False
@@ -54,5 +61,5 @@ def _is_mapped(storage: torch.UntypedStorage) -> bool:
         span, _, _, _, inode, *path = line.split()
         first, last = (int(end, 16) for end in span.split("-"))
         if first <= storage.data_ptr() < last:
-            return inode != "0" and not path[0].startswith(("/dev/shm", "/memfd"))
+            return inode != "0" and not (shared_counts and path[0].startswith(SHARED))
     return False
