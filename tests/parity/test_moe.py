@@ -53,6 +53,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "capacity": {"num_experts": 4, "top_k": 2, "capacity_factor": 0.6, "min_capacity": 1, "renormalize": "after"},
     "priority": {"num_experts": 4, "top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "drop": "priority"},
     "one expert": {"num_experts": 1, "top_k": 1},
+    "in slices": {"num_experts": 3, "top_k": 2, "slices": 2},
+    "gated slices through gloo": {"num_experts": 2, "top_k": 1, "slices": 3, "gated": True, "node_memory": False},
     "in chunks": {"num_experts": 4, "top_k": 2, "chunks": 3},
     "through gloo": {"num_experts": 5, "top_k": 2, "chunks": 2, "node_memory": False},
 }

@@ -433,3 +433,41 @@ def test_what_cannot_be_cut_by_experts_is_refused(experts: Any, message: str) ->
     layer = wh.split()(moe.MoELayer(8, 4, 2, expert=experts()))
     with pytest.raises(PlanError, match=message):
         wh.plan(nn.Sequential(layer), cluster=wh.Cluster.of(1, 2))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("slices", [2, 3])
+def test_experts_in_slices_are_whole_ones(slices: int, gated: bool) -> None:
+    options: dict[str, Any] = {"hidden": 12, "gated": gated, "bias": True, "capacity_factor": 0.8}
+    whole, cut = moe.MoELayer(8, 5, 2, **options), moe.MoELayer(8, 5, 2, slices=slices, **options)
+    cut.gate.load_state_dict(whole.gate.state_dict())
+    of, given = cut.experts, dict(whole.experts.named_parameters())
+    with torch.no_grad():
+        for name in ("w1", "b1", "w3", "b3") if gated else ("w1", "b1"):
+            of.get_parameter(name).copy_(given[name].reshape(of.get_parameter(name).shape))
+        of.get_parameter("w2").copy_(given["w2"].view(5, 8, slices, -1).transpose(1, 2).flatten(0, 1))
+        assert (of.get_parameter("b2").view(5, slices, 8)[:, 1:] == 0).all()
+        of.get_parameter("b2")[::slices] = given["b2"]
+    x, above = torch.randn(30, 8), torch.randn(30, 8)
+    found = []
+    for layer in (whole, cut):
+        mine = x.clone().requires_grad_()
+        y = layer(mine)
+        y.backward(above)
+        assert layer.load is not None
+        found.append((y, mine.grad, layer.gate.weight.grad, layer.load.kept))
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+    gradient = of.get_parameter("b2").grad
+    assert gradient is not None and whole.experts.get_parameter("b2").grad is not None
+    torch.testing.assert_close(gradient[::slices], whole.experts.get_parameter("b2").grad)
+    assert (gradient.view(5, slices, 8)[:, 1:] == 0).all()
+
+
+def test_slices_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(PlanError, match="5 slices do not divide a hidden width of 12"):
+        moe.MoELayer(8, 4, hidden=12, slices=5)
+    with pytest.raises(PlanError, match="slices is 2, and experts are of a form of their own"):
+        moe.MoELayer(8, 4, expert=lambda: nn.Linear(8, 8), slices=2)
+    with pytest.raises(PlanError, match="slices is 0"):
+        moe.MoELayer(8, 4, slices=0)

@@ -20,11 +20,14 @@ __all__ = ["Experts", "FeedForward", "Stacked"]
 
 
 class Experts(nn.Module):
-    """num_experts: those that the parameters hold. All parameters are [num_experts, ...]."""
+    """num_experts: those that the parameters hold, slices of experts where they are cut: parameters are
+    [num_experts, ...]. slices: of an expert, whose outputs are summed. first: the first one here, of all."""
 
-    def __init__(self, num_experts: int):
+    def __init__(self, num_experts: int, *, slices: int = 1):
         super().__init__()
-        self.num_experts = num_experts
+        if slices < 1:
+            raise PlanError(f"slices is {slices}.", fix="1, or into how many parts each expert is cut")
+        self.num_experts, self.slices, self.first = num_experts * slices, slices, 0
 
     takes_blocks: ClassVar[bool] = False
     """Whether `on_blocks` runs experts on rows that lie anywhere."""
@@ -46,7 +49,11 @@ class Experts(nn.Module):
 
 
 class FeedForward(Experts):
-    """activation(x W1 + b1) W2 + b2, or, gated, (activation(x W1) * (x W3)) W2, each of [dim, hidden]."""
+    """activation(x W1 + b1) W2 + b2, or, gated, (activation(x W1) * (x W3)) W2, each of [dim, hidden].
+
+    slices: parameters hold the slices of an expert along hidden one after the other, [num_experts * slices, ...]; b2 is
+    the first slice's, and 0 in the others.
+    """
 
     takes_blocks = True
 
@@ -59,8 +66,12 @@ class FeedForward(Experts):
         activation: str = "gelu",
         gated: bool = False,
         bias: bool | None = None,
+        slices: int = 1,
     ):
-        super().__init__(num_experts)
+        super().__init__(num_experts, slices=slices)
+        if hidden % slices:
+            raise PlanError(f"{slices} slices do not divide a hidden width of {hidden}.", fix="a divisor of it")
+        num_experts, hidden = num_experts * slices, hidden // slices
         if activation not in FUNCTIONS:
             raise PlanError(f"activation is {activation!r}.", fix=f"one of {', '.join(map(repr, FUNCTIONS))}")
         if dim < 1 or hidden < 1:
@@ -78,10 +89,13 @@ class FeedForward(Experts):
         """As nn.Linear."""
         for weight, bias in ((self.w1, self.b1), (self.w3, self.b3), (self.w2, self.b2)):
             if weight is not None:
-                bound = 1 / math.sqrt(weight.shape[2])
+                bound = 1 / math.sqrt(weight.shape[2] * (self.slices if weight is self.w2 else 1))
                 nn.init.uniform_(weight, -bound, bound)
                 if bias is not None:
                     nn.init.uniform_(bias, -bound, bound)
+        if self.b2 is not None and self.slices > 1:
+            with torch.no_grad():
+                self.b2[[not biased for biased in self.biased]] = 0
 
     def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         ends = list(accumulate(rows))
@@ -91,7 +105,12 @@ class FeedForward(Experts):
 
     def on_blocks(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
         x, stacks = self.cast(x)
-        return feed_forward(x, blocks, self.activation, *stacks)
+        return feed_forward(x, blocks, self.activation, *stacks, biased=self.biased)
+
+    @property
+    def biased(self) -> tuple[bool, ...]:
+        """Which of the experts here add b2."""
+        return tuple((self.first + e) % self.slices == 0 for e in range(len(self.w2)))
 
     def cast(self, x: Tensor) -> tuple[Tensor, Stacks]:
         """x and the weights in the type that they are multiplied in."""

@@ -17,7 +17,7 @@ from whale_torch import ops
 from whale_torch.ops import buffers
 from whale_torch.ops.precision import statistics_dtype
 
-__all__ = ["Block", "Hidden", "Stacks", "feed_forward", "run_backward", "run_forward"]
+__all__ = ["Block", "Hidden", "Stacks", "Work", "feed_forward", "run_backward", "run_forward"]
 
 Block = tuple[int, int, int]
 """An expert, and from where to where its rows lie; an expert may have several blocks."""
@@ -33,13 +33,17 @@ def feed_forward(
     b2: Tensor | None,
     w3: Tensor | None = None,
     b3: Tensor | None = None,
+    *,
+    biased: Sequence[bool] | None = None,
 ) -> Tensor:
     """(activation(x w1[e] + b1[e]) [* (x w3[e] + b3[e])]) w2[e] + b2[e] on the rows of each block.
 
+    biased: whether each expert adds its b2; by default all do.
     Shapes: x [rows, dim]; w1, w3 [experts, hidden, dim]; w2 [experts, dim, hidden]; returns [rows, dim], where rows of
     no block are undefined. All of one dtype. Not differentiable twice.
     """
-    out: Tensor = _FeedForward.apply(x, list(blocks), activation, w1, b1, w2, b2, w3, b3)  # type: ignore[no-untyped-call]
+    work = Work(list(blocks), activation, biased or (True,) * len(w1))
+    out: Tensor = _FeedForward.apply(x, work, w1, b1, w2, b2, w3, b3)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -52,6 +56,14 @@ class Stacks(NamedTuple):
     b2: Tensor | None
     w3: Tensor | None
     b3: Tensor | None
+
+
+class Work(NamedTuple):
+    """Which experts run on which rows, the function between their layers, and whether each expert adds its b2."""
+
+    blocks: Sequence[Block]
+    activation: str
+    biased: Sequence[bool]
 
 
 class Hidden(NamedTuple):
@@ -69,13 +81,13 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, e: int, out: Tensor)
         torch.addmm(bias[e], x, weight[e].t(), out=out)
 
 
-def run_forward(x: Tensor, blocks: Sequence[Block], activation: str, stacks: Stacks, y: Tensor) -> Hidden:
+def run_forward(x: Tensor, work: Work, stacks: Stacks, y: Tensor) -> Hidden:
     """Writes what experts give their blocks of x to y."""
     w1, b1, w2, b2, w3, b3 = stacks
     rows, hidden = len(x), w1.shape[1]
     h, a = buffers.empty(rows, hidden, like=x), buffers.empty(rows, hidden, like=x)
     u = None if w3 is None else buffers.empty(rows, hidden, like=x)
-    for e, start, end in blocks:
+    for e, start, end in work.blocks:
         if start == end:
             continue
         part, before, active = x[start:end], h[start:end], a[start:end]
@@ -84,8 +96,8 @@ def run_forward(x: Tensor, blocks: Sequence[Block], activation: str, stacks: Sta
         if u is not None and w3 is not None:
             gate = u[start:end]
             _affine(part, w3, b3, e, gate)
-        ops.moe_activate(before, activation, active, u=gate)
-        _affine(active, w2, b2, e, y[start:end])
+        ops.moe_activate(before, work.activation, active, u=gate)
+        _affine(active, w2, b2 if work.biased[e] else None, e, y[start:end])
     return Hidden(h, a, u)
 
 
@@ -93,8 +105,7 @@ def run_backward(
     dy: Tensor,
     x: Tensor,
     hidden: Hidden,
-    blocks: Sequence[Block],
-    activation: str,
+    work: Work,
     stacks: Stacks,
     wanted: Sequence[bool],
     dx: Tensor | None,
@@ -103,18 +114,19 @@ def run_backward(
     (h, a, u), (w1, b1, w2, b2, w3, b3) = hidden, stacks
     d1, d2, d3 = (_Stack(w, want) for w, want in zip((w1, w2, w3), wanted[::2], strict=True))
     e1, e2, e3 = (_Sums(b, want) for b, want in zip((b1, b2, b3), wanted[1::2], strict=True))
-    most = max((end - start for _, start, end in blocks), default=0)
+    most = max((end - start for _, start, end in work.blocks), default=0)
     below = buffers.empty(most, w1.shape[1], like=x)
     gate_below = None if u is None else buffers.empty(most, w1.shape[1], like=x)
-    for e, start, end in blocks:
+    for e, start, end in work.blocks:
         if start == end:
             continue
         part, grad, size = x[start:end], dy[start:end], end - start
         d2.add(e, grad, a[start:end])
-        e2.add(e, grad)
+        if work.biased[e]:
+            e2.add(e, grad)
         dh = torch.mm(grad, w2[e], out=below[:size])
         gate, du = None if u is None else u[start:end], None if gate_below is None else gate_below[:size]
-        ops.moe_activate_backward(dh, h[start:end], activation, u=gate, du=du, dbias=e1.of(e), du_bias=e3.of(e))
+        ops.moe_activate_backward(dh, h[start:end], work.activation, u=gate, du=du, dbias=e1.of(e), du_bias=e3.of(e))
         d1.add(e, dh, part)
         if dx is not None:
             torch.mm(dh, w1[e], out=dx[start:end])
@@ -127,11 +139,11 @@ def run_backward(
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, blocks: list[Block], activation: str, *stacks: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, work: Work, *stacks: Any) -> Tensor:
         given = Stacks(*stacks)
         y = buffers.empty(len(x), given.w2.shape[1], like=x)
-        ctx.save_for_backward(x, *run_forward(x, blocks, activation, given, y), *given)
-        ctx.blocks, ctx.activation = blocks, activation
+        ctx.save_for_backward(x, *run_forward(x, work, given, y), *given)
+        ctx.work = work
         return y
 
     @staticmethod
@@ -139,10 +151,9 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, h, a, u, *stacks = ctx.saved_tensors
         dx = buffers.empty(*x.shape, like=x) if ctx.needs_input_grad[0] else None
-        wanted = ctx.needs_input_grad[3:]
-        hidden, given = Hidden(h, a, u), Stacks(*stacks)
-        grads = run_backward(dy.contiguous(), x, hidden, ctx.blocks, ctx.activation, given, wanted, dx)
-        return dx, None, None, *grads
+        wanted, given = ctx.needs_input_grad[2:], Stacks(*stacks)
+        grads = run_backward(dy.contiguous(), x, Hidden(h, a, u), ctx.work, given, wanted, dx)
+        return dx, None, *grads
 
 
 class _Stack:

@@ -135,6 +135,8 @@ class _Own:
 
     takes_blocks = False
 
+    slices = 1
+
     def __init__(self, layer: RoutedExperts):
         self._layer, self.num_experts = layer, layer.num_experts
 

@@ -47,7 +47,8 @@ class MoELayer(nn.Module):
 
     dim, hidden: widths of an expert, hidden 4 * dim by default. num_experts, top_k: as of the gate. gate: a Gate, or
     "softmax", "sigmoid" (TopK), "prototypes". expert: builds one expert of yours, a module from [n, dim] to [n, dim];
-    or an Experts; by default two linear layers with an activation, three where gated.
+    or an Experts; by default two linear layers with an activation, three where gated, which `slices` cuts along hidden
+    into so many parts (a split inside each expert): under wh.split() they may lie on different ranks.
     capacity_factor, eval_capacity_factor, min_capacity, drop: of Capacity; by default nothing is dropped.
     renormalize: weights of a token's experts are made to sum to 1: "before" or "after" routes are dropped, or "none";
     by default "before" for top_k > 1. jitter: of the gate.
@@ -87,6 +88,7 @@ class MoELayer(nn.Module):
         wire_dtype: torch.dtype | None = None,
         node_memory: bool = True,
         chunks: int = 1,
+        slices: int = 1,
     ):
         super().__init__()
         if dim < 1:
@@ -110,8 +112,14 @@ class MoELayer(nn.Module):
             self.experts = Stacked([expert() for _ in range(num_experts)])
         else:
             wide = 4 * dim if hidden is None else hidden
-            self.experts = FeedForward(num_experts, dim, wide, activation=activation, gated=gated, bias=bias)
-        if self.experts.num_experts != num_experts:
+            options: dict[str, Any] = {"activation": activation, "gated": gated, "bias": bias, "slices": slices}
+            self.experts = FeedForward(num_experts, dim, wide, **options)
+        if expert is not None and slices != 1:
+            raise PlanError(
+                f"slices is {slices}, and experts are of a form of their own.",
+                fix="expert=moe.FeedForward(num_experts, dim, hidden, slices=...), or slices=1",
+            )
+        if self.experts.num_experts != num_experts * self.experts.slices:
             raise PlanError(f"there are {self.experts.num_experts} experts, and the layer has {num_experts}.")
         self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop)
         self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef)
@@ -152,10 +160,11 @@ class MoELayer(nn.Module):
         flat = x.reshape(-1, self.dim)
         if self.training and self.gate.draws:
             flat = flat + 0 * torch.rand_like(flat)
-        out = flat.repeat(self.top_k, 1)
+        routes = self.top_k * self.experts.slices
+        out = flat.repeat(routes, 1)
         if all(len(stack) for stack in self.experts.parameters()):
             out = self.experts(out, [len(out)] + [0] * (self.experts.num_experts - 1))
-        out = out.view(self.top_k, *flat.shape).sum(0)
+        out = out.view(routes, *flat.shape).sum(0)
         for weight in self.gate.parameters():
             of_tokens = weight.dim() == 2 and weight.shape[1] == self.dim
             given = flat @ weight.to(flat.dtype).t() if of_tokens else weight.to(flat.dtype)
@@ -199,15 +208,16 @@ class MoELayer(nn.Module):
         if self.gate.follows_load and torch.is_grad_enabled() and self.training:
             weights = note_choices(self.gate, routing.weights, counts, self._total)
             routing = _with_weights(routing, weights)
-        out, kept = self._through_experts(x, routing)
-        self.load = Load(counts, kept, loss, len(x), routing.mask, _scores(routing))
+        slices = self.experts.slices
+        out, kept = self._through_experts(x, routing.sliced(slices))
+        self.load = Load(counts, kept[::slices], loss, len(x), routing.mask, _scores(routing))
         if self.tally is not None:
             self.tally.add(self.load, training=self.training)
         return out
 
     def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """(the sum of what a token's experts give, tokens of each expert)"""
-        positions, _, kept = ops.moe_positions(routing.experts, self.num_experts)
+        """(the sum of what a token's experts give, tokens of each slice of an expert)"""
+        positions, _, kept = ops.moe_positions(routing.experts, self.num_experts * self.experts.slices)
         rows: list[int] = kept.tolist()
         y = self.experts(permute(x, positions, sum(rows)), rows)
         self._check_made(y)

@@ -70,14 +70,14 @@ class SplitMoELayer(SplitModule, MoELayer):
         """Of a rehearsal: every route there and back, and its gradient, if all ranks get equally many."""
         columns = self._region.columns
         dtype = self.wire_dtype or x.dtype
-        moved = x.numel() * self.top_k * dtype.itemsize / self._region.twins.size
+        moved = x.numel() * self.top_k * self.experts.slices * dtype.itemsize / self._region.twins.size
         columns.count(4 * moved * (columns.size - 1) / columns.size, "tokens")
 
     def _through_experts(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         size = self._region.columns.size
         parts = parts_of(len(x), self.chunks)
         chunks = [
-            _Chunk(part, experts, weights, self.num_experts)
+            _Chunk(part, experts, weights, self.num_experts * self.experts.slices)
             for part, experts, weights in zip(
                 x.split(parts), routing.experts.split(parts), routing.weights.split(parts), strict=True
             )
@@ -165,6 +165,7 @@ def attach_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> bool:
                 name = f"{device.name} experts"
                 exchanges[key] = AllToAll(mesh, name, device.columns, channel="experts", shared=layer.node_memory)
             layer.__dict__["_rows"] = exchanges[key]
+            layer.experts.first = sum(layer._cut.widths[: layer._index])
     return bool(layers)
 
 

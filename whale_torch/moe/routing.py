@@ -39,6 +39,15 @@ class Routing:
         keep = self.mask.unsqueeze(1)
         return replace(self, experts=torch.where(keep, self.experts, -1), weights=self.weights.where(keep, 0.0))
 
+    def sliced(self, slices: int) -> Routing:
+        """Those to all slices of each expert, which stand one after the other: [T, k * slices]."""
+        if slices == 1:
+            return self
+        each = torch.arange(slices, dtype=torch.int32, device=self.experts.device)
+        experts = torch.where(self.experts < 0, -1, self.experts * slices).unsqueeze(2)
+        experts = torch.where(experts < 0, -1, experts + each).flatten(1)
+        return replace(self, experts=experts, weights=self.weights.repeat_interleave(slices, 1))
+
 
 def renormalized(weights: Tensor) -> Tensor:
     """[T, k] weights that sum to 1 for each token; those of a token without any stay 0."""

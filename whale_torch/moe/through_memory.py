@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from whale_torch import ops
 from whale_torch.comm.shared_rows import SharedRows
 from whale_torch.moe.experts import FeedForward
-from whale_torch.moe.feed_forward import Hidden, Stacks, run_backward, run_forward
+from whale_torch.moe.feed_forward import Hidden, Stacks, Work, run_backward, run_forward
 from whale_torch.ops import buffers
 
 __all__ = ["through_memory"]
@@ -34,28 +34,23 @@ def through_memory(
     x, stacks = experts.cast(x)
     ends = list(accumulate(rows.lengths))
     blocks = [(e, end - number, end) for e, (number, end) in enumerate(zip(rows.lengths, ends, strict=True))]
-    keep = torch.is_grad_enabled()
-    out: Tensor = _ThroughMemory.apply(  # type: ignore[no-untyped-call]
-        x,
-        weights,
-        positions,
-        (rows, blocks[: experts.num_experts], experts.activation, size, keep),
-        *stacks,
-    )
+    work = Work(blocks, experts.activation, experts.biased)
+    how = (rows, work, size, torch.is_grad_enabled())
+    out: Tensor = _ThroughMemory.apply(x, weights, positions, how, *stacks)  # type: ignore[no-untyped-call]
     return out
 
 
 class _ThroughMemory(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, positions: Tensor, how: tuple[Any, ...], *stacks: Any) -> Tensor:
-        rows, blocks, activation, _, keep = how
+        rows, work, _, keep = how
         given = Stacks(*stacks)
         with rows.open(x.dtype, x.shape[1]) as slot:
             ops.moe_scatter(x, positions, slot.whole)
             slot.meet()
             mine = buffers.empty(*slot.mine.shape, like=x).copy_(slot.mine)
         with rows.open(x.dtype, x.shape[1]) as slot:
-            hidden = run_forward(mine, blocks, activation, given, slot.mine)
+            hidden = run_forward(mine, work, given, slot.mine)
             slot.meet()
             if not keep:
                 return ops.moe_combine(slot.whole, positions, weights)
@@ -68,7 +63,7 @@ class _ThroughMemory(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         mine, back, positions, weights, h, a, u, *stacks = ctx.saved_tensors
-        rows, blocks, activation, size, _ = ctx.how
+        rows, work, size, _ = ctx.how
         given = Stacks(*stacks)
         dtype, dim = mine.dtype, mine.shape[1]
         with rows.open(dtype, dim) as above:
@@ -77,7 +72,7 @@ class _ThroughMemory(torch.autograd.Function):
             above.meet()
             with rows.open(dtype, dim) as below:
                 hidden, wanted = Hidden(h, a, u), ctx.needs_input_grad[4:]
-                grads = run_backward(above.mine, mine, hidden, blocks, activation, given, wanted, below.mine)
+                grads = run_backward(above.mine, mine, hidden, work, given, wanted, below.mine)
                 below.meet()
                 dx = None
                 if ctx.needs_input_grad[0]:

@@ -17,7 +17,8 @@ __all__ = ["plan_routed_experts", "register_expert_rules"]
 
 def _plan_experts(module: nn.Module, name: str, context: RuleContext) -> list[Cut]:
     layer: Any = module
-    return _plan(layer, name, context, "MoELayer", layer.experts.named_parameters(prefix="experts"))
+    parameters = layer.experts.named_parameters(prefix="experts")
+    return _plan(layer, name, context, "MoELayer", parameters, layer.experts.slices)
 
 
 def plan_routed_experts(module: nn.Module, name: str, context: RuleContext) -> list[Cut]:
@@ -26,19 +27,25 @@ def plan_routed_experts(module: nn.Module, name: str, context: RuleContext) -> l
 
 
 def _plan(
-    layer: Any, name: str, context: RuleContext, rule: str, parameters: Iterable[tuple[str, nn.Parameter]]
+    layer: Any,
+    name: str,
+    context: RuleContext,
+    rule: str,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    slices: int = 1,
 ) -> list[Cut]:
     parameters = list(parameters)
-    _check_stacked(layer, name, parameters, context.site)
-    widths = balanced(layer.num_experts, context.size)
+    number = layer.num_experts * slices
+    _check_stacked(layer, name, number, parameters, context.site)
+    widths = balanced(number, context.size)
     shards = tuple((key, Shard(0, widths, tuple(parameter.shape))) for key, parameter in parameters)
-    moved = layer.top_k * layer.dim
+    moved = layer.top_k * slices * layer.dim
     return [Cut(name, rule, "experts", widths, shards, moved, moved)]
 
 
-def _check_stacked(layer: Any, name: str, parameters: list[tuple[str, nn.Parameter]], site: str) -> None:
-    """Raises PlanError for what cannot be cut by experts."""
-    number, of = layer.num_experts, f"'{name}'" if name else "the layer"
+def _check_stacked(layer: Any, name: str, number: int, parameters: list[tuple[str, nn.Parameter]], site: str) -> None:
+    """Raises PlanError for what cannot be cut by experts, or slices of them."""
+    of = f"'{name}'" if name else "the layer"
     odd = next(((key, p) for key, p in parameters if p.dim() < 1 or p.shape[0] != number), None)
     if odd is not None:
         raise PlanError(
