@@ -197,10 +197,7 @@ _FIXES = {
     ("stage", "stage"): "close the first stage before the next one begins: stages stand side by side in one pipeline.",
     ("pipeline", "pipeline"): "keep one of the two pipelines; a model has one.",
     ("stage", "pipeline"): "open the pipeline outside its stages; a model has one.",
-    (
-        "split",
-        "split",
-    ): "keep one of the two; a wider split is wh.split(size=...), one inside each expert MoELayer(slices=...).",
+    ("split", "split"): "keep one; a wider split is wh.split(size=...), one inside an expert MoELayer(slices=...).",
     ("split", "replica"): "exchange them: `with wh.replica(): with wh.split(): ...` splits inside each replica.",
     ("replica", "replica"): "keep one of the two; inside a replica only a pipeline's stage may hold another replica.",
     ("split", "pipeline"): "exchange them: a pipeline's stages hold splits.",
