@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whale_torch import ops
-from whale_torch.errors import PlanError
+from whale_torch.errors import LayoutError, PlanError
 from whale_torch.moe.routing import LEAST, Renormalize, Routing, renormalized
 
 __all__ = ["ExpertChoice", "Gate", "Hash", "Prototypes", "TopK"]
@@ -26,7 +27,10 @@ class Gate(nn.Module):
     def __init__(self, num_experts: int, top_k: int, *, renormalize: Renormalize = "none"):
         super().__init__()
         if not 1 <= top_k <= num_experts:
-            raise PlanError(f"top_k is {top_k}, and there are {num_experts} experts to choose from.", fix="1 <= top_k")
+            raise PlanError(
+                f"top_k is {top_k}, and there are {num_experts} experts to choose from.",
+                fix=f"top_k from 1 to {num_experts}" if num_experts > 1 else "one expert or more, and 1 <= top_k",
+            )
         if renormalize not in ("none", "before", "after"):
             raise PlanError(f"renormalize is {renormalize!r}.", fix='it is "none", "before" or "after" the drop')
         if renormalize != "none" and top_k == 1:
@@ -48,10 +52,13 @@ class Gate(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
         """As `route`, without routes of padding, which may hold anything, NaN too."""
         found = self.route(x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0.0), mask)
-        if self.renormalize == "before":
-            found = Routing(
-                found.experts, renormalized(found.weights), found.logits, found.probs, found.mask, found.order
+        if not isinstance(found, Routing):
+            raise LayoutError(
+                f"route() of {type(self).__name__} gives a {type(found).__name__}.",
+                fix="whale_torch.moe.Routing(experts, weights)",
             )
+        if self.renormalize == "before":
+            found = replace(found, weights=renormalized(found.weights))
         return found.masked()
 
     @property
@@ -180,12 +187,13 @@ class Prototypes(_Linear):
 
 class ExpertChoice(_Linear):
     """Each expert takes the tokens of its own rank that score highest, capacity_factor * T / E of them (arXiv
-    2202.09368, 3.2). A token may have none or many; what one is given depends on the others of its batch."""
+    2202.09368, 3.2). A token may have none or many; what one is given depends on the others of its batch, and so on how
+    many ranks share the batch out. top_k is how many a token has on average."""
 
     def __init__(self, dim: int, num_experts: int, *, capacity_factor: float = 2.0):
-        super().__init__(dim, num_experts, num_experts)
         if not 0 < capacity_factor < math.inf:
-            raise PlanError(f"capacity_factor is {capacity_factor}.", fix="a positive number")
+            raise PlanError(f"capacity_factor is {capacity_factor}.", fix="a positive number: experts of a token")
+        super().__init__(dim, num_experts, min(num_experts, max(1, round(capacity_factor))))
         self.capacity_factor = capacity_factor
 
     def route(self, x: Tensor, mask: Tensor | None) -> Routing:
@@ -220,7 +228,8 @@ class Hash(Gate):
         """The routes of tokens with these ids [T]."""
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.table):
             raise PlanError(
-                f"token ids are {int(ids.min())} to {int(ids.max())}, the table has {len(self.table)} rows."
+                f"token ids are {int(ids.min())} to {int(ids.max())}, the table has {len(self.table)} rows.",
+                fix="moe.Hash(num_tokens, ...) with as many tokens as there are ids",
             )
         experts = self.table[ids.long()]
         return Routing(experts, torch.full(experts.shape, 1.0 / self.top_k, device=experts.device), mask=mask).masked()
