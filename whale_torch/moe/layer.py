@@ -23,7 +23,7 @@ from whale_torch.moe.routing import Renormalize, Routing
 from whale_torch.moe.tally import Load, Tally
 from whale_torch.trace.tweaks import register_tweak
 
-__all__ = ["Load", "MoELayer", "OnRanks", "aux_loss"]
+__all__ = ["MoELayer", "OnRanks", "aux_loss"]
 
 
 class OnRanks:
