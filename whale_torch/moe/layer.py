@@ -38,6 +38,8 @@ class OnRanks:
     def __reduce__(self) -> tuple[Any, ...]:
         return OnRanks, ()
 
+_TOGETHER = "tokens of a layer of experts (the model is called on every rank)"
+
 
 class MoELayer(nn.Module):
     """y[t] = sum over the chosen experts e of token t of weight[t, e] * expert_e(x[t]); what is dropped adds nothing.
@@ -250,14 +252,14 @@ class MoELayer(nn.Module):
         """The sum over all ranks that run the layer."""
         if self._ranks is None or self._ranks.size == 1:
             return x
-        return gather_equal(x, self._ranks, name="loads of experts").sum(0)
+        return gather_equal(x, self._ranks, name=_TOGETHER).sum(0)
 
     def _of_all(self, x: Tensor) -> tuple[Tensor, slice]:
         if self._ranks is None or self._ranks.size == 1:
             return x, slice(0, len(x))
-        sizes = gather_equal(torch.tensor([len(x)]), self._ranks, name="tokens of a layer").flatten().tolist()
+        sizes = gather_equal(torch.tensor([len(x)]), self._ranks, name=_TOGETHER).flatten().tolist()
         start = sum(sizes[: self._ranks.index])
-        whole = all_gather_rows(x.contiguous(), sizes, self._ranks, name="routes of a layer")
+        whole = all_gather_rows(x.contiguous(), sizes, self._ranks, name=_TOGETHER)
         return whole, slice(start, start + len(x))
 
 
