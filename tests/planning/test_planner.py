@@ -403,7 +403,7 @@ def test_a_plan_says_what_modules_share() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
     wh.annotate(layers, {"0": wh.split(), "1": wh.split()})
     cluster = wh.Cluster.of(1, 2)
-    said = "parameters: those that modules share are counted with each, 35 are different ones"
+    said = "\n  (parameters that modules share are counted with each; 35 are different ones)\n"
     assert said not in str(wh.plan(layers, cluster=cluster))
     wh.moe.share([layers[0], layers[1]])
     text = str(wh.plan(layers, cluster=cluster))
