@@ -1486,7 +1486,7 @@ def upcycled_attention(rank: int, n: int) -> None:
     moe.upcycle(nn.TransformerDecoderLayer(4, 2, 8), num_experts=4)
 
 
-@mistake(E, "One expert in place of a function that builds one", wh.PlanError, r"expert is one Linear, and 8 are to be")
+@mistake(E, "One expert in place of a function that builds one", wh.PlanError, r"one module, and 8 are to be built")
 def one_expert(rank: int, n: int) -> None:
     """Every expert has weights of its own."""
     moe.MoELayer(4, num_experts=8, top_k=2, expert=nn.Linear(4, 4))

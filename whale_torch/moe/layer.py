@@ -38,6 +38,7 @@ class OnRanks:
     def __reduce__(self) -> tuple[Any, ...]:
         return OnRanks, ()
 
+
 _TOGETHER = "tokens of a layer of experts (the model is called on every rank)"
 
 
