@@ -14,7 +14,7 @@ from whale_torch import ops
 from whale_torch.errors import LayoutError, PlanError
 from whale_torch.moe.routing import LEAST, Renormalize, Routing, renormalized
 
-__all__ = ["ExpertChoice", "Gate", "Hash", "Prototypes", "TopK"]
+__all__ = ["ExpertChoice", "Gate", "Hash", "Prototypes", "TopK", "gate_of"]
 
 
 class Gate(nn.Module):
@@ -233,3 +233,48 @@ class Hash(Gate):
             )
         experts = self.table[ids.long()]
         return Routing(experts, torch.full(experts.shape, 1.0 / self.top_k, device=experts.device), mask=mask).masked()
+
+
+def gate_of(
+    gate: Gate | str,
+    dim: int,
+    num_experts: int | None,
+    top_k: int | None,
+    renormalize: Renormalize | None,
+    jitter: float,
+) -> Gate:
+    """The gate of a layer: the one that is given, or one by its name.
+
+    num_experts, top_k: None: 64 and 2, or those of the gate. Raises PlanError where options do not fit.
+    """
+    if isinstance(gate, Gate):
+        if renormalize is not None or jitter:
+            raise PlanError("a gate of your own says itself how it renormalizes and jitters.", fix="leave both out")
+        _check_gate(gate, dim, num_experts, top_k)
+        return gate
+    num_experts, top_k = 64 if num_experts is None else num_experts, 2 if top_k is None else top_k
+    if gate == "prototypes":
+        if renormalize not in (None, "none"):
+            raise PlanError(
+                f'renormalize="{renormalize}" with gate="prototypes", whose weights are summed as they are.',
+                fix="leave renormalize out",
+            )
+        return Prototypes(dim, num_experts, top_k, jitter=jitter)
+    if gate not in ("softmax", "sigmoid"):
+        raise PlanError(f"gate is {gate!r}.", fix='"softmax", "sigmoid", "prototypes", or a whale_torch.moe.Gate')
+    return TopK(dim, num_experts, top_k, score=gate, renormalize=renormalize, jitter=jitter)  # type: ignore[arg-type]
+
+
+def _check_gate(gate: Gate, dim: int, num_experts: int | None, top_k: int | None) -> None:
+    """Raises PlanError where a gate was built for another layer."""
+    wide = getattr(gate, "dim", dim)
+    if wide != dim:
+        raise PlanError(f"the gate is for tokens {wide} wide, the layer for {dim}.", fix=f"a gate of dim {dim}")
+    if num_experts not in (None, gate.num_experts):
+        raise PlanError(
+            f"the gate has {gate.num_experts} experts, the layer {num_experts}.", fix=f"num_experts={gate.num_experts}"
+        )
+    if top_k not in (None, gate.top_k):
+        raise PlanError(
+            f"the gate gives a token {gate.top_k} experts, the layer has top_k {top_k}.", fix=f"top_k={gate.top_k}"
+        )

@@ -18,7 +18,7 @@ from whale_torch.moe.bias import note_choices
 from whale_torch.moe.capacity import Capacity, drop, without_dropped
 from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
-from whale_torch.moe.gates import Gate, Hash, Prototypes, TopK
+from whale_torch.moe.gates import Gate, Hash, gate_of
 from whale_torch.moe.routing import Renormalize, Routing
 from whale_torch.moe.tally import Load, Tally
 from whale_torch.trace.tweaks import register_tweak
@@ -98,7 +98,7 @@ class MoELayer(nn.Module):
         super().__init__()
         if dim < 1:
             raise PlanError(f"dim is {dim}.", fix="as wide as tokens are, 1 or more")
-        self.gate = _gate(gate, dim, num_experts, top_k, renormalize, jitter)
+        self.gate = gate_of(gate, dim, num_experts, top_k, renormalize, jitter)
         self.dim, self.num_experts, self.top_k = dim, self.gate.num_experts, self.gate.top_k
         if expert is None:
             wide = 4 * dim if hidden is None else hidden
@@ -304,44 +304,3 @@ def _experts(expert: Callable[[], nn.Module] | Experts, num_experts: int) -> Exp
             f"there are {made.num_experts} experts, and the layer has {num_experts}.", fix="equally many of both"
         )
     return made
-
-
-def _gate(
-    gate: Gate | str,
-    dim: int,
-    num_experts: int | None,
-    top_k: int | None,
-    renormalize: Renormalize | None,
-    jitter: float,
-) -> Gate:
-    if isinstance(gate, Gate):
-        if renormalize is not None or jitter:
-            raise PlanError("a gate of your own says itself how it renormalizes and jitters.", fix="leave both out")
-        _check_gate(gate, dim, num_experts, top_k)
-        return gate
-    num_experts, top_k = 64 if num_experts is None else num_experts, 2 if top_k is None else top_k
-    if gate == "prototypes":
-        if renormalize not in (None, "none"):
-            raise PlanError(
-                f'renormalize="{renormalize}" with gate="prototypes", whose weights are summed as they are.',
-                fix="leave renormalize out",
-            )
-        return Prototypes(dim, num_experts, top_k, jitter=jitter)
-    if gate not in ("softmax", "sigmoid"):
-        raise PlanError(f"gate is {gate!r}.", fix='"softmax", "sigmoid", "prototypes", or a whale_torch.moe.Gate')
-    return TopK(dim, num_experts, top_k, score=gate, renormalize=renormalize, jitter=jitter)  # type: ignore[arg-type]
-
-
-def _check_gate(gate: Gate, dim: int, num_experts: int | None, top_k: int | None) -> None:
-    """Raises PlanError where a gate was built for another layer."""
-    wide = getattr(gate, "dim", dim)
-    if wide != dim:
-        raise PlanError(f"the gate is for tokens {wide} wide, the layer for {dim}.", fix=f"a gate of dim {dim}")
-    if num_experts not in (None, gate.num_experts):
-        raise PlanError(
-            f"the gate has {gate.num_experts} experts, the layer {num_experts}.", fix=f"num_experts={gate.num_experts}"
-        )
-    if top_k not in (None, gate.top_k):
-        raise PlanError(
-            f"the gate gives a token {gate.top_k} experts, the layer has top_k {top_k}.", fix=f"top_k={gate.top_k}"
-        )
