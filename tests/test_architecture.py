@@ -255,6 +255,18 @@ def test_every_module_says_what_is_public(name: str) -> None:
     assert len(lists) == 1 or is_empty or name == "__main__", f"whale_torch.{name} needs one __all__"
 
 
+@every_module()
+def test_what_others_import_is_public(name: str) -> None:
+    for node in ast.walk(modules()[name]):
+        if isinstance(node, ast.ImportFrom) and unit_of(node.module or "") == "whale_torch":
+            source = (node.module or "").partition(".")[2]
+            strays = {a.name for a in node.names if f"{source}.{a.name}".lstrip(".") not in modules()}
+            strays -= set(getattr(importlib.import_module(f"whale_torch.{source}".rstrip(".")), "__all__", ()))
+            assert not strays, (
+                f"whale_torch.{name} imports {strays}, which whale_torch.{source} does not list in __all__"
+            )
+
+
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 
 

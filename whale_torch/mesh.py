@@ -22,7 +22,7 @@ from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 from whale_torch.exits import failed, watch_exit
 
-__all__ = ["Group", "Mesh", "Surroundings", "TwoLevels", "start", "surroundings"]
+__all__ = ["Group", "Mesh", "Surroundings", "TwoLevels", "start", "surroundings", "world_now"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 

@@ -1484,3 +1484,21 @@ def inexact_upcycling(rank: int, n: int) -> None:
 def upcycled_attention(rank: int, n: int) -> None:
     """What becomes an expert is called with the rows that are sent to it, and nothing else."""
     moe.upcycle(nn.TransformerDecoderLayer(4, 2, 8), num_experts=4)
+
+
+@mistake(E, "One expert in place of a function that builds one", wh.PlanError, r"one module, and 8 are to be built")
+def one_expert(rank: int, n: int) -> None:
+    """Every expert has weights of its own."""
+    moe.MoELayer(4, num_experts=8, top_k=2, expert=nn.Linear(4, 4))
+
+
+@mistake(E, "A gate built for another layer", wh.PlanError, r"gives a token 1 experts, the layer has top_k 2")
+def gate_of_another_layer(rank: int, n: int) -> None:
+    """A gate that is given says how many experts there are and how many a token has."""
+    moe.MoELayer(4, num_experts=8, top_k=2, gate=moe.TopK(4, 8, 1))
+
+
+@mistake(E, "A shared expert of another width", wh.LayoutError, r"shared expert makes \(3, 1\) of tokens \(3, 4\)")
+def narrow_shared_expert(rank: int, n: int) -> None:
+    """What it makes is added to what the experts make."""
+    moe.MoELayer(4, num_experts=8, shared=nn.Linear(4, 1))(torch.ones(3, 4))

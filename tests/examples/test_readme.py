@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import math
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,25 +18,29 @@ from tests.world import world
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/spelling/README.md", "docs/design.md"]
-PAGES += ["docs/guide.md", "docs/errors.md", "examples/bert_mlm/README.md"]
+PAGES += ["docs/guide.md", "docs/errors.md", "examples/bert_mlm/README.md", "examples/m6/README.md"]
 
 
 def _blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def _run_block(rank: int, n: int, code: str) -> float:
-    names: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(code, "README.md", "exec"), names)
-    loss = names["loss"]
-    return float(loss.detach())  # type: ignore[attr-defined]
+def _run_block(rank: int, n: int, code: str) -> tuple[float, str]:
+    """(the loss, NaN where there is none; what is printed)"""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "README.md", "exec"), names)
+    return float(names["loss"].detach()) if "loss" in names else math.nan, printed.getvalue()
 
 
-@pytest.mark.parametrize("index", range(len(_blocks("README.md", "python"))))
 @pytest.mark.parametrize("n", [1, 2])
-def test_python_runs(index: int, n: int) -> None:
-    losses = world(n, _run_block, _blocks("README.md", "python")[index])
-    assert all(10 < loss < 13 for loss in losses)  # log(100_000) = 11.5
+def test_python_runs(n: int) -> None:
+    classifier, experts = _blocks("README.md", "python")
+    for loss, _ in world(n, _run_block, classifier):
+        assert 10 < loss < 13  # log(100_000) = 11.5
+    for _, printed in world(n, _run_block, experts):
+        routes = json.loads(printed)
+        assert len(routes) == 8 and sum(routes) == n * 4 * 12 * 2
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -26,7 +26,7 @@ class Net(nn.Module):
     def __init__(self, split: dict[str, Any] | None, around: Any = None, **options: Any) -> None:
         super().__init__()
         self.first = nn.Linear(5, DIM)
-        options = {"hidden": 12, "aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
+        options = {"hidden": None if "expert" in options else 12, "aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
         options["gate"] = made() if callable(made := options.get("gate", "softmax")) else made
         with wh.replica() if split is None else wh.split(**split):
             self.ffn = moe.MoELayer(DIM, **options)

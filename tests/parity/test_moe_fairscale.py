@@ -106,3 +106,6 @@ def test_other_layers_and_gates_are_refused() -> None:
     layer.world_size = layer.num_local_experts = 1
     with pytest.raises(wh.PlanError, match="its gate is a Identity, not fairscale's Top2Gate"):
         moe.from_fairscale(layer)
+    with pytest.raises(wh.PlanError, match="its Identity has no linear layer `wg`"):
+        moe.from_fairscale(layer, gate=moe.Hash(9, 1))
+    assert moe.from_fairscale(layer, gate=moe.Hash(9, 1), dim=3)(torch.ones(2, 3), token_ids=torch.ones(2).long()).shape

@@ -279,6 +279,9 @@ def test_what_cannot_be_delinked_is_said() -> None:
     optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
     _refused("2 layers are to be delinked, and 3 share", lambda: moe.delink(model.layers[:2], None))
     _refused("9 of the 9 parameters that the layers share", lambda: moe.delink(model.layers, optimizer))
+    _refused("optimizer is, or holds, a StepLR", lambda: moe.delink(
+        model.layers, torch.optim.lr_scheduler.StepLR(optimizer, 1)  # type: ignore[arg-type]
+    ))  # fmt: skip
     _refused("state is 'copied'", lambda: moe.delink(model.layers, optimizer, state="copied"))  # type: ignore[arg-type]
     named = torch.optim.SGD(model.named_parameters(), lr=0.1)
     _refused(r"SGD was built of named_parameters\(\)", lambda: moe.delink(model.layers, named))

@@ -21,6 +21,7 @@ from tests.parity.metric import relative_error
 from tests.parity.pipeline_cases import CASES, Chain, annotated
 from tests.parity.split_case import gradients_of
 from tests.world import world
+from whale_torch.planning import flops
 from whale_torch.planning.balance import partition
 from whale_torch.planning.fit import check_fit
 from whale_torch.planning.placement import VirtualDevice
@@ -656,6 +657,21 @@ def test_a_sequential_is_cut_by_parameters_without_inputs() -> None:
     assert "The stages are balanced by parameters: the largest stage has 1.00 of an even share." in str(
         wh.plan(again, cluster=EIGHT)
     )
+
+
+@pytest.mark.parametrize("stages", ["by count", "by scopes"])
+def test_operations_are_counted_in_one_forward(stages: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters: list[Any] = []
+
+    class Counter(flops.FlopCounterMode):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            counters.append(self)
+
+    monkeypatch.setattr(flops, "FlopCounterMode", Counter)
+    model = counted(Encoder(), 4) if stages == "by count" else chain()
+    plan = wh.plan(model, cluster=EIGHT, sample_inputs=tokens(8) if stages == "by count" else batch(8))
+    assert len(counters) == 1 and plan.pipeline is not None and all(plan.pipeline.stage_flops)
 
 
 def test_an_encoder_is_cut_by_the_operations_of_a_forward_in_its_order() -> None:

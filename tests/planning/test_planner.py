@@ -397,3 +397,14 @@ def test_the_blocks_of_every_device_of_1_to_64_ranks(n: int) -> None:
             assert device.row_mode == (
                 "own" if device.num_twins == 1 else "shared" if device.num_rows == 1 else "mixed"
             )
+
+
+def test_a_plan_says_what_modules_share() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+    wh.annotate(layers, {"0": wh.split(), "1": wh.split()})
+    cluster = wh.Cluster.of(1, 2)
+    said = "\n  (parameters that modules share are counted with each; 35 are different ones)\n"
+    assert said not in str(wh.plan(layers, cluster=cluster))
+    wh.moe.share([layers[0], layers[1]])
+    text = str(wh.plan(layers, cluster=cluster))
+    assert said in text, text

@@ -279,7 +279,7 @@ def test_random_legal_schedules_pass() -> None:
     random = Random(0)
     for _ in range(200):
         schedule = random_schedule(random)
-        validate(schedule, max_in_flight=schedule.peak_in_flight)
+        validate(schedule)
         assert from_table([written(row) for row in schedule.table], name="random") == schedule
         assert set(simulate(schedule).spans) == set(schedule.actions)
 
@@ -387,12 +387,7 @@ def test_a_table_of_ones_own() -> None:
     pairs = from_table([[("F", 0, 0), "F0.1", ["B", 0, 1], ("B", 0, 0)], "F1.0 F1.1 I1.1 B1.0 W1.1"], name="mine")
     assert str(pairs) == "mine: 2 stages on 2 ranks, 2 micro-batches" and pairs.splits_backward
     assert pairs.table[0] == (("F", 0, 0), ("F", 0, 1), ("B", 0, 1), ("B", 0, 0))
-    with pytest.raises(PlanError, match=r"rank 0, position 1: F0\.1 makes 2 micro-batches in flight, the bound is 1"):
-        validate(pairs, max_in_flight=1)
-    with pytest.raises(PlanError, match=r"rank 1, position 1: F1\.1 makes 2 micro-batches in flight, the bound is 1"):
-        validate(pairs, max_in_flight=[2, 1])
-    with pytest.raises(PlanError, match=r"3 bounds of memory for 2 ranks"):
-        validate(pairs, max_in_flight=[2, 2, 2])
+    assert pairs.peak_in_flight == (2, 2)
     with pytest.raises(PlanError, match=r"rank 0, position 1: F0\.1 is outside stages 0 to 1 and micro-batches 0 to 0"):
         validate(Schedule("mine", 2, 1, 2, pairs.table))
 
@@ -429,13 +424,12 @@ def test_counts_that_make_no_pipeline() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_forwards_alone(name: str) -> None:
     forwards = make(name, 6, 5, 3).forward_only()
-    validate(forwards, forward_only=True)
+    assert sorted(forwards.actions) == [Action("F", stage, batch) for stage in range(6) for batch in range(5)]
+    assert set(simulate(forwards).spans) == set(forwards.actions), "it runs to its end"
     assert forwards.peak_in_flight == (0, 0, 0) and not forwards.splits_backward
     assert {message.kind for message in simulate(forwards).message_order} == {"activation"}
     with pytest.raises(PlanError, match=r"rank 0 never runs B0\.0"):
         validate(forwards)
-    with pytest.raises(PlanError, match=r"is too much: nothing runs backward here"):
-        validate(make(name, 6, 5, 3), forward_only=True)
 
 
 def test_json_round_trip() -> None:

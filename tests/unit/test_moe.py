@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import whale_torch as wh
 from whale_torch import moe, ops
-from whale_torch.errors import LayoutError, PlanError
+from whale_torch.errors import LayoutError, PlanError, WhaleError
 from whale_torch.moe.balance import Coefficients, add_losses
 from whale_torch.moe.capacity import Capacity, drop, without_dropped
 from whale_torch.moe.routing import Routing, renormalized
@@ -350,11 +350,39 @@ def test_a_layer_has_the_top_k_of_its_gate() -> None:
             PlanError,
             "token_ids are given, and a TopK gate",
         ),
+        (lambda: moe.MoELayer(4, 0, 1), PlanError, "top_k is 1, and there are 0"),
+        (lambda: moe.MoELayer(4, 3, 2, gate=moe.TopK(4, 3, 1)), PlanError, "a token 1 experts, the layer has top_k 2"),
+        (lambda: moe.MoELayer(4, 3, 2, gate=Mute(3, 2))(torch.ones(2, 4)), LayoutError, "Mute gives a Tensor"),
+        (
+            lambda: moe.MoELayer(4, 3, 2, expert=moe.FeedForward(2, 4, 4)),
+            PlanError,
+            "are 2 experts, and the layer has 3",
+        ),
+        (lambda: moe.MoELayer(4, 3, hidden=8, expert=lambda: nn.Linear(4, 4)), PlanError, "expert= gives others"),
+        (
+            lambda: moe.MoELayer(4, 3, 2, shared=nn.Linear(4, 1))(torch.ones(5, 4)),
+            LayoutError,
+            r"shared expert makes \(5, 1\) of tokens \(5, 4\)",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+def test_what_does_not_fit_is_refused(make: Any, error: type[WhaleError], message: str) -> None:
+    with pytest.raises(error, match=message) as told:
         make()
+    assert told.value.fix
+
+
+class Mute(moe.Gate):
+    def route(self, x: Tensor, mask: Tensor | None) -> Any:
+        return x
+
+
+def test_a_layer_is_as_its_gate_says() -> None:
+    layer = moe.MoELayer(4, gate=moe.TopK(4, 3, 1), capacity_factor=1.0, min_capacity=0)
+    assert (layer.num_experts, layer.top_k, layer.experts.num_experts) == (3, 1, 3)
+    layer(torch.randn(30, 4))
+    assert layer.load is not None and int(layer.load.kept.max()) <= 10
+    assert moe.MoELayer(4, gate=moe.ExpertChoice(4, 8, capacity_factor=3.0)).top_k == 3
 
 
 def test_a_step_tells_the_gate_once_of_what_was_trained() -> None:

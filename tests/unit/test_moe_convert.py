@@ -239,6 +239,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "noise": (lambda: moe.upcycle(_sequence(nn.GELU()), noise=-1.0), "noise=-1.0"),
     "no noise": (lambda: moe.upcycle(_sequence(nn.GELU()), noise=float("nan")), "noise=nan"),
+    "twice": (lambda: moe.upcycle(moe.MoELayer(DIM, 4)), "a layer of experts already"),
+    "no option": (
+        lambda: moe.upcycle(_sequence(nn.GELU()), capacity_fact=1.0),
+        r"no option 'capacity_fact'.(?s:.)*'capacity_factor'\?",
+    ),
 }
 
 

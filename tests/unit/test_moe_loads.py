@@ -176,6 +176,8 @@ def test_what_cannot_be_told_is_said() -> None:
         moe.load(nn.Linear(2, 2))
     with pytest.raises(PlanError, match="every is 0"):
         moe.on_load(Net(), print, every=0)
+    with pytest.raises(PlanError, match="this is a list, not a model"):
+        moe.on_load([Net()], print)  # type: ignore[arg-type]
 
 
 def _history(steps: int) -> list[moe.Loads]:
@@ -219,6 +221,9 @@ def test_pictures_that_cannot_be_drawn(tmp_path: Path) -> None:
     step = {"": {"load": [0.5, 0.5]}}
     with pytest.raises(PlanError, match="nothing to draw"):
         moe.draw_loads([], tmp_path / "a.svg")
+    for odd in (step, [{"": 1}], [[0.5, 0.5]]):
+        with pytest.raises(PlanError, match="this is no list of loads"):
+            moe.draw_loads(odd, tmp_path / "a.svg")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"step 0 has the layers and experts \{'': 2\}, step 1 has \{'': 1\}"):
         moe.draw_loads([step, {"": {"load": [1.0]}}], tmp_path / "a.svg")
     with pytest.raises(PlanError, match=r"a.gif: no picture ends in '.gif'"):

@@ -27,7 +27,9 @@ __all__ = [
     "ScaleBackward",
     "Shared",
     "first_order",
+    "gather_feeds",
     "mean_of_seeds",
+    "own_feed",
 ]
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])

@@ -232,7 +232,7 @@ def all_to_all_rows_async(
     x must not change before that.
     """
     if group.size == 1:
-        return lambda: x
+        return lambda: x if out is None else out.copy_(x)
     x = x.contiguous()
     out = buffers.empty(sum(received), *x.shape[1:], like=x) if out is None else out
     row_bytes = x.element_size() * (x[0].numel() if x.shape[0] else 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from whale_torch.comm.collectives import all_gather_rows, all_reduce
 from whale_torch.mesh import Group
 
-__all__ = ["join", "parts_of", "take"]
+__all__ = ["join", "part_of", "parts_of", "take"]
 
 Dims = Sequence[int | None]
 
@@ -23,6 +23,13 @@ Dims = Sequence[int | None]
 def parts_of(rows: int, number: int) -> list[int]:
     """Rows of each slice."""
     return [rows // number + (part < rows % number) for part in range(number)]
+
+
+def part_of(rows: int, group: Group) -> slice:
+    """Where this rank's slice lies among all rows."""
+    parts = parts_of(rows, group.size)
+    start = sum(parts[: group.index])
+    return slice(start, start + parts[group.index])
 
 
 def take(tensors: Sequence[Tensor], dims: Dims, rows: int, group: Group) -> list[Tensor]:
@@ -54,8 +61,8 @@ def join(tensors: Sequence[Tensor], dims: Sequence[int], rows: int, group: Group
 def _slice(x: Tensor, dim: int | None, rows: int, group: Group) -> Tensor:
     if dim is None:
         return x
-    parts = parts_of(rows, group.size)
-    return x.narrow(dim, sum(parts[: group.index]), parts[group.index])
+    part = part_of(rows, group)
+    return x.narrow(dim, part.start, part.stop - part.start)
 
 
 def _gather(x: Tensor, dim: int, rows: int, group: Group, name: str) -> Tensor:

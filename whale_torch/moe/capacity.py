@@ -14,7 +14,7 @@ from whale_torch import ops
 from whale_torch.errors import PlanError
 from whale_torch.moe.routing import Routing, renormalized
 
-__all__ = ["Capacity", "drop"]
+__all__ = ["Capacity", "drop", "without_dropped"]
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def from_fairscale(layer: nn.Module, **options: Any) -> MoELayer:
 
     Experts keep fairscale's order, the gate's weight stays the same object (as gate.wg.weight), `layer.l_aux` becomes
     `layer.gate.l_aux`. Capacity is fairscale's 2 T / E, of the tokens of all ranks rather than of each rank's.
-    options: of MoELayer: another gate, capacity_factor=None to drop nothing, aux_loss_coef (0 here, by default).
+    options: of MoELayer: another gate, capacity_factor=None to drop nothing, aux_loss_coef (0 here, by default); dim,
+    where its own gate has no linear layer `wg` that tells it.
     Raises: PlanError for another module, and for a gate of yours where options give none.
     """
     theirs: Any = layer
@@ -83,7 +84,13 @@ def from_fairscale(layer: nn.Module, **options: Any) -> MoELayer:
     if "eval_capacity_factor" not in options and "capacity_factor" in options:
         given["eval_capacity_factor"] = options["capacity_factor"]
     top_k = given.pop("top_k", 2) if isinstance(gate, str) else gate.top_k
-    dim = theirs.gate.wg.in_features if hasattr(theirs.gate, "wg") else given.pop("dim")
+    wg = getattr(theirs.gate, "wg", None)
+    dim = given.pop("dim", None if wg is None else wg.in_features)
+    if dim is None:
+        raise PlanError(
+            f"its {type(theirs.gate).__name__} has no linear layer `wg`, which would say how wide tokens are.",
+            fix="from_fairscale(layer, gate=..., dim=...)",
+        )
     made = MoELayer(dim, len(modules), top_k, gate=gate, expert=experts_of(modules), **given)
     return made.train(layer.training)
 

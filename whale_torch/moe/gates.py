@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whale_torch import ops
-from whale_torch.errors import PlanError
+from whale_torch.errors import LayoutError, PlanError
 from whale_torch.moe.routing import LEAST, Renormalize, Routing, renormalized
 
-__all__ = ["ExpertChoice", "Gate", "Hash", "Prototypes", "TopK"]
+__all__ = ["ExpertChoice", "Gate", "Hash", "Prototypes", "TopK", "gate_of"]
 
 
 class Gate(nn.Module):
@@ -26,7 +27,10 @@ class Gate(nn.Module):
     def __init__(self, num_experts: int, top_k: int, *, renormalize: Renormalize = "none"):
         super().__init__()
         if not 1 <= top_k <= num_experts:
-            raise PlanError(f"top_k is {top_k}, and there are {num_experts} experts to choose from.", fix="1 <= top_k")
+            raise PlanError(
+                f"top_k is {top_k}, and there are {num_experts} experts to choose from.",
+                fix=f"top_k from 1 to {num_experts}" if num_experts > 1 else "one expert or more, and 1 <= top_k",
+            )
         if renormalize not in ("none", "before", "after"):
             raise PlanError(f"renormalize is {renormalize!r}.", fix='it is "none", "before" or "after" the drop')
         if renormalize != "none" and top_k == 1:
@@ -48,10 +52,13 @@ class Gate(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
         """As `route`, without routes of padding, which may hold anything, NaN too."""
         found = self.route(x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0.0), mask)
-        if self.renormalize == "before":
-            found = Routing(
-                found.experts, renormalized(found.weights), found.logits, found.probs, found.mask, found.order
+        if not isinstance(found, Routing):
+            raise LayoutError(
+                f"route() of {type(self).__name__} gives a {type(found).__name__}.",
+                fix="whale_torch.moe.Routing(experts, weights)",
             )
+        if self.renormalize == "before":
+            found = replace(found, weights=renormalized(found.weights))
         return found.masked()
 
     @property
@@ -180,12 +187,13 @@ class Prototypes(_Linear):
 
 class ExpertChoice(_Linear):
     """Each expert takes the tokens of its own rank that score highest, capacity_factor * T / E of them (arXiv
-    2202.09368, 3.2). A token may have none or many; what one is given depends on the others of its batch."""
+    2202.09368, 3.2). A token may have none or many; what one is given depends on the others of its batch, and so on how
+    many ranks share the batch out. top_k is how many a token has on average."""
 
     def __init__(self, dim: int, num_experts: int, *, capacity_factor: float = 2.0):
-        super().__init__(dim, num_experts, num_experts)
         if not 0 < capacity_factor < math.inf:
-            raise PlanError(f"capacity_factor is {capacity_factor}.", fix="a positive number")
+            raise PlanError(f"capacity_factor is {capacity_factor}.", fix="a positive number: experts of a token")
+        super().__init__(dim, num_experts, min(num_experts, max(1, round(capacity_factor))))
         self.capacity_factor = capacity_factor
 
     def route(self, x: Tensor, mask: Tensor | None) -> Routing:
@@ -220,7 +228,53 @@ class Hash(Gate):
         """The routes of tokens with these ids [T]."""
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.table):
             raise PlanError(
-                f"token ids are {int(ids.min())} to {int(ids.max())}, the table has {len(self.table)} rows."
+                f"token ids are {int(ids.min())} to {int(ids.max())}, the table has {len(self.table)} rows.",
+                fix="moe.Hash(num_tokens, ...) with as many tokens as there are ids",
             )
         experts = self.table[ids.long()]
         return Routing(experts, torch.full(experts.shape, 1.0 / self.top_k, device=experts.device), mask=mask).masked()
+
+
+def gate_of(
+    gate: Gate | str,
+    dim: int,
+    num_experts: int | None,
+    top_k: int | None,
+    renormalize: Renormalize | None,
+    jitter: float,
+) -> Gate:
+    """The gate of a layer: the one that is given, or one by its name.
+
+    num_experts, top_k: None: 64 and 2, or those of the gate. Raises PlanError where options do not fit.
+    """
+    if isinstance(gate, Gate):
+        if renormalize is not None or jitter:
+            raise PlanError("a gate of your own says itself how it renormalizes and jitters.", fix="leave both out")
+        _check_gate(gate, dim, num_experts, top_k)
+        return gate
+    num_experts, top_k = 64 if num_experts is None else num_experts, 2 if top_k is None else top_k
+    if gate == "prototypes":
+        if renormalize not in (None, "none"):
+            raise PlanError(
+                f'renormalize="{renormalize}" with gate="prototypes", whose weights are summed as they are.',
+                fix="leave renormalize out",
+            )
+        return Prototypes(dim, num_experts, top_k, jitter=jitter)
+    if gate not in ("softmax", "sigmoid"):
+        raise PlanError(f"gate is {gate!r}.", fix='"softmax", "sigmoid", "prototypes", or a whale_torch.moe.Gate')
+    return TopK(dim, num_experts, top_k, score=gate, renormalize=renormalize, jitter=jitter)  # type: ignore[arg-type]
+
+
+def _check_gate(gate: Gate, dim: int, num_experts: int | None, top_k: int | None) -> None:
+    """Raises PlanError where a gate was built for another layer."""
+    wide = getattr(gate, "dim", dim)
+    if wide != dim:
+        raise PlanError(f"the gate is for tokens {wide} wide, the layer for {dim}.", fix=f"a gate of dim {dim}")
+    if num_experts not in (None, gate.num_experts):
+        raise PlanError(
+            f"the gate has {gate.num_experts} experts, the layer {num_experts}.", fix=f"num_experts={gate.num_experts}"
+        )
+    if top_k not in (None, gate.top_k):
+        raise PlanError(
+            f"the gate gives a token {gate.top_k} experts, the layer has top_k {top_k}.", fix=f"top_k={gate.top_k}"
+        )

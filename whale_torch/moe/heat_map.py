@@ -24,7 +24,8 @@ def draw_loads(history: Sequence[Mapping[str, Mapping[str, Any]]], path: str | P
     """Writes a heat map, expert by step, for each MoE layer: white is an even share, red more, blue less.
 
     history: what wh.moe.load gave, step by step: wh.moe.on_load(model, history.append). path: ends in .svg or .png.
-    Raises PlanError for an empty history, steps of other layers, another ending, and for .png without matplotlib.
+    Raises PlanError for an empty history, one that is no list of loads, steps of other layers, another ending, and for
+    .png without matplotlib.
     """
     path = Path(path)
     panels = {name: _columns(rows) for name, rows in _by_layer(history).items()}
@@ -39,8 +40,13 @@ def draw_loads(history: Sequence[Mapping[str, Mapping[str, Any]]], path: str | P
 
 def _by_layer(history: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, list[list[float]]]:
     """Of each layer, of each step, the load of each expert in even shares: 1 is even."""
-    if not history:
-        raise PlanError("there is nothing to draw.", fix="history = []; wh.moe.on_load(model, history.append)")
+    listed = isinstance(history, Sequence) and all(
+        isinstance(step, Mapping) and all(isinstance(of, Mapping) and "load" in of for of in step.values())
+        for step in history
+    )
+    if not history or not listed:
+        what = "this is no list of loads" if history else "there is nothing to draw"
+        raise PlanError(f"{what}.", fix="history = []; wh.moe.on_load(model, history.append)")
     forms = [{name: len(values["load"]) for name, values in step.items()} for step in history]
     odd = next((number for number, form in enumerate(forms) if form != forms[0]), None)
     if odd is not None:

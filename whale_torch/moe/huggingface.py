@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whale_torch.comm.slices import join, parts_of, take
+from whale_torch.comm.slices import join, part_of, take
 from whale_torch.errors import PlanError
 from whale_torch.moe.experts import Experts
 from whale_torch.moe.gates import Gate
@@ -170,9 +170,8 @@ class SplitRoutedExperts(SplitMoELayer):
             out: Tensor = layer._chosen(hidden_states, top_k_index, top_k_weights)
             return out
         tokens = len(hidden_states)
-        first, count = sum(parts_of(tokens, twins.size)[: twins.index]), parts_of(tokens, twins.size)[twins.index]
         mine, weights = take([hidden_states, top_k_weights], [0, 0], tokens, twins)
-        chosen = layer._chosen(mine, top_k_index[first : first + count], weights)
+        chosen = layer._chosen(mine, top_k_index[part_of(tokens, twins)], weights)
         (out,) = join([chosen], [0], tokens, twins)
         return out
 

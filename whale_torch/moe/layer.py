@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -17,12 +18,12 @@ from whale_torch.moe.bias import note_choices
 from whale_torch.moe.capacity import Capacity, drop, without_dropped
 from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
-from whale_torch.moe.gates import ExpertChoice, Gate, Hash, Prototypes, TopK
+from whale_torch.moe.gates import Gate, Hash, gate_of
 from whale_torch.moe.routing import Renormalize, Routing
 from whale_torch.moe.tally import Load, Tally
 from whale_torch.trace.tweaks import register_tweak
 
-__all__ = ["Load", "MoELayer", "OnRanks", "aux_loss"]
+__all__ = ["MoELayer", "OnRanks", "aux_loss"]
 
 
 class OnRanks:
@@ -38,17 +39,21 @@ class OnRanks:
         return OnRanks, ()
 
 
+_TOGETHER = "tokens of a layer of experts (the model is called on every rank)"
+
+
 class MoELayer(nn.Module):
     """y[t] = sum over the chosen experts e of token t of weight[t, e] * expert_e(x[t]); what is dropped adds nothing.
 
     Shapes: x [..., dim] -> [..., dim]. mask [...], bool: which tokens are no padding; the others get 0 and have no part
-    in capacities and losses. Alone it runs on one device; under wh.split() each rank holds a part of the experts, and
-    brings tokens of its own.
+    in capacities and losses. token_ids [...]: of a Hash gate. Alone it runs on one device; under wh.split() each rank
+    holds a part of the experts, and brings tokens of its own.
 
-    dim, hidden: widths of an expert, hidden 4 * dim by default. num_experts, top_k: as of the gate. gate: a Gate, or
-    "softmax", "sigmoid" (TopK), "prototypes". expert: builds one expert of yours, a module from [n, dim] to [n, dim];
-    or an Experts; by default two linear layers with an activation, three where gated, which `slices` cuts along hidden
-    into so many parts (a split inside each expert): under wh.split() they may lie on different ranks.
+    dim, hidden: widths of an expert, hidden 4 * dim by default. num_experts, top_k: 64 and 2 by default, or those of
+    the Gate that is given. gate: a Gate, or "softmax", "sigmoid" (TopK), "prototypes". expert: builds one expert of
+    yours, a module from [n, dim] to [n, dim]; or an Experts; by default two linear layers with an activation, three
+    where gated, which `slices` cuts along hidden into so many parts (a split inside each expert): under wh.split() they
+    may lie on different ranks.
     capacity_factor, eval_capacity_factor, min_capacity, drop: of Capacity; by default nothing is dropped.
     renormalize: weights of a token's experts are made to sum to 1: "before" or "after" routes are dropped, or "none";
     by default "before" for top_k > 1. jitter: of the gate.
@@ -59,15 +64,15 @@ class MoELayer(nn.Module):
     wire_dtype: what tokens are cast to while they travel between ranks. node_memory: whether ranks of one host exchange
     them through memory that they share. chunks: parts of the tokens, of which one travels while experts run on another:
     for links that are slow beside the experts.
-    Raises: PlanError for options that do not fit.
+    Raises: PlanError for options that do not fit; when called, LayoutError for tensors that do not.
     Reference: Shazeer 2017 (arXiv 1701.06538), GShard (2006.16668), Switch (2101.03961), M6-T (2105.15082).
     """
 
     def __init__(
         self,
         dim: int,
-        num_experts: int = 64,
-        top_k: int = 2,
+        num_experts: int | None = None,
+        top_k: int | None = None,
         *,
         hidden: int | None = None,
         activation: str = "gelu",
@@ -93,34 +98,24 @@ class MoELayer(nn.Module):
         super().__init__()
         if dim < 1:
             raise PlanError(f"dim is {dim}.", fix="as wide as tokens are, 1 or more")
-        self.gate = _gate(gate, dim, num_experts, top_k, renormalize, jitter)
-        self.dim, self.num_experts = dim, num_experts
-        # a token may have all experts of an ExpertChoice, and has about as many as top_k says
-        self.top_k = top_k if isinstance(self.gate, ExpertChoice) else self.gate.top_k
-        if self.gate.num_experts != num_experts:
-            raise PlanError(f"the gate has {self.gate.num_experts} experts, the layer {num_experts}.")
-        if isinstance(self.gate, TopK | Prototypes | ExpertChoice) and self.gate.dim != dim:
-            raise PlanError(f"the gate is for tokens {self.gate.dim} wide, the layer for {dim}.")
-        if isinstance(expert, Experts):
-            self.experts: Experts = expert
-        elif isinstance(expert, nn.Module):
-            raise PlanError(
-                f"expert is a {type(expert).__name__}, one module.",
-                fix="a function that builds one: expert=lambda: ...",
-            )
-        elif expert is not None:
-            self.experts = Stacked([expert() for _ in range(num_experts)])
-        else:
+        self.gate = gate_of(gate, dim, num_experts, top_k, renormalize, jitter)
+        self.dim, self.num_experts, self.top_k = dim, self.gate.num_experts, self.gate.top_k
+        if expert is None:
             wide = 4 * dim if hidden is None else hidden
             options: dict[str, Any] = {"activation": activation, "gated": gated, "bias": bias, "slices": slices}
-            self.experts = FeedForward(num_experts, dim, wide, **options)
-        if expert is not None and slices != 1:
+            self.experts: Experts = FeedForward(self.num_experts, dim, wide, **options)
+        elif hidden is not None or activation != "gelu" or gated or bias is not None:
+            raise PlanError(
+                "hidden, activation, gated and bias say how experts are built here, and expert= gives others.",
+                fix="leave them out, or leave expert out",
+            )
+        elif slices != 1:
             raise PlanError(
                 f"slices is {slices}, and experts are of a form of their own.",
                 fix="expert=moe.FeedForward(num_experts, dim, hidden, slices=...), or slices=1",
             )
-        if self.experts.num_experts != num_experts * self.experts.slices:
-            raise PlanError(f"there are {self.experts.num_experts} experts, and the layer has {num_experts}.")
+        else:
+            self.experts = _experts(expert, self.num_experts)
         self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop)
         self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef)
         self.shared = shared
@@ -149,10 +144,7 @@ class MoELayer(nn.Module):
             routing = self.gate.of_ids(token_ids.reshape(-1), seen)
         else:
             routing = self.gate(flat, seen)
-        out = self._routed(flat, routing)
-        if self.shared is not None:
-            out = out + self.shared(flat)
-        return out.view(x.shape)
+        return self._with_shared(flat, self._routed(flat, routing)).view(x.shape)
 
     def as_recorded(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         """Another forward of the same shape and about as many operations, for tensors without values."""
@@ -169,13 +161,25 @@ class MoELayer(nn.Module):
             of_tokens = weight.dim() == 2 and weight.shape[1] == self.dim
             given = flat @ weight.to(flat.dtype).t() if of_tokens else weight.to(flat.dtype)
             out = out + 0 * given.sum()
-        if self.shared is not None:
-            out = out + self.shared(flat)
-        return out.view(x.shape)
+        return self._with_shared(flat, out).view(x.shape)
+
+    def _with_shared(self, x: Tensor, out: Tensor) -> Tensor:
+        if self.shared is None:
+            return out
+        added: Tensor = self.shared(x)
+        if added.shape != x.shape:  # a narrower one would be broadcast
+            raise LayoutError(
+                f"the shared expert makes {tuple(added.shape)} of tokens {tuple(x.shape)}.",
+                fix=f"a module from [n, {self.dim}] to [n, {self.dim}]",
+            )
+        return out + added
 
     def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> None:
         if x.dim() < 1 or x.shape[-1] != self.dim:
-            raise LayoutError(f"x has shape {tuple(x.shape)}, and the layer is for [..., {self.dim}].")
+            raise LayoutError(
+                f"x has shape {tuple(x.shape)}, and the layer is for [..., {self.dim}].",
+                fix=f"tokens of {self.dim} numbers, or a layer of another dim",
+            )
         if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
             raise LayoutError(
                 f"mask is {mask.dtype} of shape {tuple(mask.shape)} for x of shape {tuple(x.shape)}.",
@@ -204,10 +208,10 @@ class MoELayer(nn.Module):
         if self.losses.any() and routing.logits is not None and torch.is_grad_enabled() and self.training:
             number = 1 if self._ranks is None else self._ranks.size
             weights, loss = add_losses(routing, counts, self.losses, self._total, number, self.loss_factor)
-            routing = _with_weights(routing, weights)
+            routing = replace(routing, weights=weights)
         if self.gate.follows_load and torch.is_grad_enabled() and self.training:
             weights = note_choices(self.gate, routing.weights, counts, self._total)
-            routing = _with_weights(routing, weights)
+            routing = replace(routing, weights=weights)
         slices = self.experts.slices
         out, kept = self._through_experts(x, routing.sliced(slices))
         self.load = Load(counts, kept[::slices], loss, len(x), routing.mask, _scores(routing))
@@ -249,14 +253,14 @@ class MoELayer(nn.Module):
         """The sum over all ranks that run the layer."""
         if self._ranks is None or self._ranks.size == 1:
             return x
-        return gather_equal(x, self._ranks, name="loads of experts").sum(0)
+        return gather_equal(x, self._ranks, name=_TOGETHER).sum(0)
 
     def _of_all(self, x: Tensor) -> tuple[Tensor, slice]:
         if self._ranks is None or self._ranks.size == 1:
             return x, slice(0, len(x))
-        sizes = gather_equal(torch.tensor([len(x)]), self._ranks, name="tokens of a layer").flatten().tolist()
+        sizes = gather_equal(torch.tensor([len(x)]), self._ranks, name=_TOGETHER).flatten().tolist()
         start = sum(sizes[: self._ranks.index])
-        whole = all_gather_rows(x.contiguous(), sizes, self._ranks, name="routes of a layer")
+        whole = all_gather_rows(x.contiguous(), sizes, self._ranks, name=_TOGETHER)
         return whole, slice(start, start + len(x))
 
 
@@ -270,7 +274,8 @@ def _record(module: nn.Module) -> None:
 def aux_loss(model: nn.Module) -> Tensor:
     """The sum of the auxiliary losses of all MoE layers of a model in their last calls: for the log.
 
-    Their gradient is added at the gates already; adding this to the loss changes nothing but the number shown.
+    Their gradient is added at the gates already; adding this to the loss changes nothing but the number shown. In a
+    pipeline it is of the last micro-batch, and of this rank's stages: wh.moe.load(model) tells of all.
     """
     found = [m.load.loss for m in model.modules() if isinstance(m, MoELayer) and m.load is not None]
     return torch.stack(found).sum() if found else torch.zeros(())
@@ -287,23 +292,15 @@ def _scores(routing: Routing) -> Tensor | None:
     return None if routing.probs is None else routing.probs.detach()
 
 
-def _with_weights(routing: Routing, weights: Tensor) -> Routing:
-    return Routing(routing.experts, weights, routing.logits, routing.probs, routing.mask, routing.order)
-
-
-def _gate(
-    gate: Gate | str, dim: int, num_experts: int, top_k: int, renormalize: Renormalize | None, jitter: float
-) -> Gate:
-    if isinstance(gate, Gate):
-        if renormalize is not None or jitter:
-            raise PlanError("a gate of your own says itself how it renormalizes and jitters.", fix="leave both out")
-        return gate
-    if gate == "prototypes":
-        if renormalize not in (None, "none"):
-            raise PlanError(
-                f'renormalize="{renormalize}" with gate="prototypes", whose weights are summed as they are.'
-            )
-        return Prototypes(dim, num_experts, top_k, jitter=jitter)
-    if gate not in ("softmax", "sigmoid"):
-        raise PlanError(f"gate is {gate!r}.", fix='"softmax", "sigmoid", "prototypes", or a whale_torch.moe.Gate')
-    return TopK(dim, num_experts, top_k, score=gate, renormalize=renormalize, jitter=jitter)  # type: ignore[arg-type]
+def _experts(expert: Callable[[], nn.Module] | Experts, num_experts: int) -> Experts:
+    if isinstance(expert, nn.Module) and not isinstance(expert, Experts):
+        raise PlanError(
+            f"expert is a {type(expert).__name__}, one module, and {num_experts} are to be built.",
+            fix=f"a function that builds one: expert=lambda: {type(expert).__name__}(...)",
+        )
+    made = expert if isinstance(expert, Experts) else Stacked([expert() for _ in range(num_experts)])
+    if made.num_experts != num_experts * made.slices:
+        raise PlanError(
+            f"there are {made.num_experts} experts, and the layer has {num_experts}.", fix="equally many of both"
+        )
+    return made

@@ -110,6 +110,8 @@ def scalars(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _layers(model: nn.Module) -> dict[str, MoELayer]:
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"this is a {type(model).__name__}, not a model.", fix="give an nn.Module with a MoELayer")
     found = {name.replace("_orig_mod.", ""): m for name, m in model.named_modules() if isinstance(m, MoELayer)}
     if not found:
         raise PlanError(f"this {type(model).__name__} has no MoELayer.", fix="give a model that has one")

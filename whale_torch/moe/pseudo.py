@@ -64,7 +64,7 @@ def delink(
     listed = _layers(layers, "delink")
     slots = _alike(listed)
     _check_shared(listed, slots)
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    optimizers = _optimizers(optimizer)
     shared = {id(p): p for _, _, p in slots[0]}
     check_state(list(shared.values()), optimizers, state)
     root = _parallelized(listed, shared.values())
@@ -81,6 +81,16 @@ def delink(
         runtime.untie(root, {copied: shared[number] for number, found in copies.items() for copied in found})
     for each in optimizers:
         give_states(each, copies, state)
+
+
+def _optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    odd = next((one for one in listed if not isinstance(one, Optimizer)), None)
+    if odd is not None:
+        raise PlanError(
+            f"optimizer is, or holds, a {type(odd).__name__}.", fix="a torch.optim.Optimizer, a list of them, or None"
+        )
+    return listed
 
 
 def _parallelized(layers: Sequence[nn.Module], shared: Iterable[nn.Parameter]) -> nn.Module | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -95,6 +97,15 @@ def _check(dense: nn.Module, num_experts: int, noise: float, scale: str, options
         raise PlanError(
             f"upcycle takes an nn.Module, got {type(dense).__name__}.",
             fix="upcycle(nn.Sequential(linear, act, linear))",
+        )
+    if isinstance(dense, MoELayer):
+        raise PlanError("this is a layer of experts already.", fix="upcycle the dense feed-forward")
+    known = list(inspect.signature(MoELayer).parameters)
+    odd = next((name for name in options if name not in known), None)
+    if odd is not None:
+        close = difflib.get_close_matches(odd, known, 1, cutoff=0.5)
+        raise PlanError(
+            f"a MoELayer has no option '{odd}'.", fix=f"'{close[0]}'?" if close else f"one of {', '.join(known)}"
         )
     own = sorted(set(options) & set(_OF_THE_DENSE))
     if own:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -19,9 +19,8 @@ from whale_torch.annotation import Annotation
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 from whale_torch.names import joined
-from whale_torch.planning.flops import Measured, measure
+from whale_torch.planning.flops import Measured
 from whale_torch.planning.pipelines import PipelinePlan, topmost
-from whale_torch.planning.recording import arguments
 from whale_torch.planning.taskgraph import TaskGraph
 
 __all__ = ["balanced_stages", "partition"]
@@ -40,19 +39,18 @@ def balanced_stages(
     scope: Annotation,
     cluster: Cluster,
     asked: PipelinePlan,
-    inputs: Any = None,
+    measured: Measured | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> tuple[list[list[str]], str]:
     """Module names of as many stages as are asked for, and in words how they were found.
 
-    With sample inputs modules are taken in the order in which a forward calls them, and weighed by its floating-point
-    operations; without, in the order of registration and by parameters. seconds: of modules by name, to weigh them by
-    instead. Raises PlanError where there are fewer modules than stages, or where no cut keeps parameters and gradients
-    within the memory of the cluster's ranks.
+    Where a forward was measured, modules are taken in the order in which it calls them, and weighed by its
+    floating-point operations; else in the order of registration and by parameters. seconds: of modules by name, to
+    weigh them by instead. Raises PlanError where there are fewer modules than stages, or where no cut keeps parameters
+    and gradients within the memory of the cluster's ranks.
     """
     num_stages = asked.num_stages
     roots = topmost([name for graph in graphs if scope in graph.annotations for name in graph.modules])
-    measured, why = (None, "") if inputs is None else measure(model, *arguments(inputs))
     weights, what = _weights(measured, seconds)
     modules = dict(model.named_modules())
 
@@ -81,7 +79,7 @@ def balanced_stages(
     stages = [_whole(names[start:end], opened) for start, end in zip(starts, ends, strict=True)]
     largest = max(sum(times[start:end]) for start, end in zip(starts, ends, strict=True))
     over = largest * num_stages / sum(times) if sum(times) else 1.0
-    return stages, f"balanced by {what}{why}: the largest stage has {over:.2f} of an even share"
+    return stages, f"balanced by {what}: the largest stage has {over:.2f} of an even share"
 
 
 def _weights(measured: Measured | None, seconds: Mapping[str, float] | None) -> tuple[Mapping[str, int] | None, str]:

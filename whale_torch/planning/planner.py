@@ -15,6 +15,7 @@ from whale_torch.errors import PlanError
 from whale_torch.names import joined
 from whale_torch.planning.balance import balanced_stages
 from whale_torch.planning.cost import DEFAULT_ROWS, price, shards_of, split_bytes
+from whale_torch.planning.flops import measure
 from whale_torch.planning.gradients import plan_reduces
 from whale_torch.planning.layout import Shard
 from whale_torch.planning.limits import check_pipeline_scopes, check_tied_options, check_ties
@@ -23,7 +24,7 @@ from whale_torch.planning.options import batch_dim_of, check_options, one_option
 from whale_torch.planning.pipelines import PipelinePlan, annotated_stages, plan_pipeline, scope_of
 from whale_torch.planning.placement import VirtualDevice
 from whale_torch.planning.plan import Plan
-from whale_torch.planning.recording import count_rows, record_step
+from whale_torch.planning.recording import arguments, count_rows, record_step
 from whale_torch.planning.rules import Cut, Role, RuleContext, find_rule, model_plan, neighbour_roles, own_plans
 from whale_torch.planning.slices import SlicedModules
 from whale_torch.planning.tables import num_stages_of
@@ -85,14 +86,16 @@ def _plan_pipeline(
         return None
     check_pipeline_scopes(graphs, scope)
     stages: Sequence[Sequence[str]] = annotated_stages(graphs, scope)
-    chosen = ""
+    chosen, measured = "", None
     if not stages:
+        measured, why = (None, "") if sample_inputs is None else measure(model, *arguments(sample_inputs))
         asked = plan_pipeline(scope, [()] * (num_stages_of(scope) or 0), cluster)
-        stages, chosen = balanced_stages(model, graphs, scope, cluster, asked, sample_inputs, seconds)
+        stages, chosen = balanced_stages(model, graphs, scope, cluster, asked, measured, seconds)
+        chosen += why
     pipeline = plan_pipeline(scope, stages, cluster, chosen=chosen)
     if sample_inputs is None:
         return pipeline
-    return record_step(model, pipeline, sample_inputs, batch_dim_of(graphs), graphs)
+    return record_step(model, pipeline, sample_inputs, batch_dim_of(graphs), graphs, measured)
 
 
 def _build(

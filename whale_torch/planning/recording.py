@@ -40,12 +40,18 @@ def count_rows(model: nn.Module, inputs: Any, batch_dim: BatchDim) -> int:
 
 
 def record_step(
-    model: nn.Module, pipeline: PipelinePlan, inputs: Any, batch_dim: BatchDim, graphs: Sequence[TaskGraph]
+    model: nn.Module,
+    pipeline: PipelinePlan,
+    inputs: Any,
+    batch_dim: BatchDim,
+    graphs: Sequence[TaskGraph],
+    measured: Measured | None = None,
 ) -> PipelinePlan:
     """The pipeline with what a step on these inputs computes and moves, and which stages use a parameter.
 
-    batch_dim: where inputs have samples. graphs: what runs how. The model is left alone. Raises TraceError for a
-    forward that cannot be recorded, PlanError for one that fails, and for inputs without samples.
+    batch_dim: where inputs have samples. graphs: what runs how. measured: a forward on the inputs, where that is done
+    already. The model is left alone. Raises TraceError for a forward that cannot be recorded, PlanError for one that
+    fails, and for inputs without samples.
     """
     args, kwargs = arguments(inputs)
     sample_dims = SampleDims(model, batch_dim, where=pipeline.site)
@@ -76,11 +82,12 @@ def record_step(
         check_busy(pipeline, programs)
         output_bytes += 0 if has_loss else times * _bytes_of(wanted)
         for program in programs:
-            sliced_bytes[program.index] += times * sum(_joined_bytes(step.node) for step in program.steps)
+            sliced_bytes[program.index] += times * sum(_joined_bytes(each.node) for each in program.instructions)
             for source, nodes in program.receives.items():
                 activations[source, program.index] += times * _bytes_of(nodes)
                 gradients[source, program.index] += times * _bytes_of(n for n in nodes if n.value.requires_grad)
-    measured, _ = measure(model, args, kwargs)
+    if measured is None:
+        measured, _ = measure(model, args, kwargs)
     moved = [Moved(*edge, size, gradients[edge]) for edge, size in sorted(activations.items())]
     return replace(
         pipeline,
@@ -126,7 +133,7 @@ def _record(
 def check_busy(pipeline: PipelinePlan, programs: Sequence[StageProgram]) -> None:
     """Raises PlanError for a stage that a forward leaves without work."""
     for program in programs:
-        if not program.modules and not any(step.node.stage == program.index for step in program.steps):
+        if not program.modules and not any(each.node.stage == program.index for each in program.instructions):
             names = ", ".join(f"'{name}'" for name in pipeline.stages[program.index][:3])
             raise PlanError(
                 f"stage {program.index} of {pipeline.num_stages} ({names}) has nothing to run: a forward does not need "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -150,9 +151,12 @@ def _taskgraphs(plan: Plan) -> list[str]:
         )
     title = "What runs where (the modules of one scope are a TaskGraph):"
     table = _table(title, ["TaskGraph", "scope", "at", "modules", "on", "batch", "parameters"], rows)
-    told = "; ".join(text for mode, text in _BATCHES.items() if mode in modes)
+    notes = ["; ".join(text for mode, text in _BATCHES.items() if mode in modes)] if plan.world > 1 else []
+    different = sum(math.prod(shape) for _, shape in plan.parameters)
+    if different < sum(graph.num_parameters for graph in plan.taskgraphs):
+        notes.append(f"parameters that modules share are counted with each; {different:,} are different ones")
     long = {f"  {a}": None for graph in plan.taskgraphs if _scope(graph) != _calls(graph) for a in graph.annotations}
-    return [*table, *long, *([f"  ({told})"] if plan.world > 1 else [])]
+    return [*table, *long, *(f"  ({note})" for note in notes)]
 
 
 def _calls(graph: TaskGraph) -> str:

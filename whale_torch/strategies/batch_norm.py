@@ -21,7 +21,15 @@ from whale_torch.planning.plan import Plan
 from whale_torch.planning.taskgraph import TaskGraph
 from whale_torch.strategies.copies import Replacement
 
-__all__ = ["Statistics", "check_batch_norm", "normalised", "sync_batch_norm"]
+__all__ = [
+    "Statistics",
+    "SyncedBatchNorm1d",
+    "SyncedBatchNorm2d",
+    "SyncedBatchNorm3d",
+    "check_batch_norm",
+    "normalised",
+    "sync_batch_norm",
+]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_torch.comm.cut_tensor import without_memory
+from whale_torch.comm.absent import without_memory
 from whale_torch.errors import PlanError
 from whale_torch.names import containers, joined
 from whale_torch.planning.layout import Shard

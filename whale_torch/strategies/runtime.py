@@ -34,7 +34,7 @@ from whale_torch.strategies.split_linear import ColumnLinear
 from whale_torch.strategies.state_hooks import attach_state_hooks, cut_places
 from whale_torch.strategies.wrappers import refuse_wrapper_around
 
-__all__ = ["CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
+__all__ = ["KEY", "CopiedRuntime", "Runtime", "is_parallelized", "runtime_of"]
 
 KEY = "_whale_runtime"
 _EVALUATION = "model(...) in evaluation"

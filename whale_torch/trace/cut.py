@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whale_torch.errors import TraceError
 from whale_torch.trace.graph import Graph, Node, memory, nodes_in
-from whale_torch.trace.program import StageProgram, Step
+from whale_torch.trace.program import Instruction, StageProgram
 
 __all__ = ["cut"]
 
@@ -137,7 +137,7 @@ def _program(
     rewritten = {node for node in [*arrived, *own] if node in kept and _changed_after(node, here, order)}
     return StageProgram(
         index=index,
-        steps=tuple(Step.of(node, tuple(drops[node])) for node in here),
+        instructions=tuple(Instruction.of(node, tuple(drops[node])) for node in here),
         changed=frozenset(
             node
             for node in [*arrived, *own]

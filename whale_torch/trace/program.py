@@ -1,4 +1,4 @@
-"""What one stage runs of a recorded forward: its steps, what it receives and what it sends."""
+"""What one stage runs of a recorded forward: its instructions, what it receives and what it sends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from whale_torch.names import joined
 from whale_torch.trace.graph import Made, Node, map_nodes
 
-__all__ = ["StageProgram", "Step", "stages_of_tensors"]
+__all__ = ["Instruction", "StageProgram", "stages_of_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Instruction:
     """One Node to run, and those whose values nobody reads afterwards.
 
     flat: none of its arguments is a nest.
@@ -26,9 +26,9 @@ class Step:
     flat: bool = False
 
     @staticmethod
-    def of(node: Node, drops: tuple[Node, ...]) -> Step:
+    def of(node: Node, drops: tuple[Node, ...]) -> Instruction:
         nests = (tuple, list, dict, slice, Made)
-        return Step(node, drops, not any(isinstance(a, nests) for a in (*node.args, *node.kwargs.values())))
+        return Instruction(node, drops, not any(isinstance(a, nests) for a in (*node.args, *node.kwargs.values())))
 
     def arguments(self, values: Mapping[Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What goes in, by the values of Nodes."""
@@ -46,15 +46,15 @@ class Step:
 class StageProgram:
     """One stage's part of one recorded forward.
 
-    steps: in order, with the glue that depends on inputs only and is recomputed here. receives: values from each
+    instructions: in order, with the glue that depends on inputs only and is recomputed here. receives: values from each
     earlier stage; sends: values to each later one, in the same order on both sides. results: the nest that the model
     returns, on the last stage. draws: whether it draws random numbers. modules: dotted names of those that it calls.
-    changed: inputs and received values that a step writes into; rewritten: values that are sent or returned as they
-    were before a step wrote into them.
+    changed: inputs and received values that an instruction writes into; rewritten: values that are sent or returned as
+    they were before an instruction wrote into them.
     """
 
     index: int
-    steps: tuple[Step, ...]
+    instructions: tuple[Instruction, ...]
     receives: Mapping[int, tuple[Node, ...]]
     sends: Mapping[int, tuple[Node, ...]]
     results: Any
@@ -77,10 +77,10 @@ class StageProgram:
         """
         values: dict[Node, Any] = dict(received)
         before = {node: values[node].clone() for node in self.rewritten if node in values}
-        for step in self.steps:
-            node = step.node
+        for instruction in self.instructions:
+            node = instruction.node
             if node.kind == "call" or node.kind == "module":
-                args, kwargs = step.arguments(values)
+                args, kwargs = instruction.arguments(values)
                 values[node] = node.run(args, kwargs, node.target if node.kind == "call" else find(node))
             elif node.kind == "input":
                 values[node] = inputs[node.target].clone() if node in self.changed else inputs[node.target]
@@ -92,7 +92,7 @@ class StageProgram:
                 values[node] = find(node)
             if self.rewritten and node in self.rewritten:
                 before[node] = values[node].clone()
-            for dropped in step.drops:
+            for dropped in instruction.drops:
                 del values[dropped]
         values.update(before)
         sent = {node: values[node] for nodes in self.sends.values() for node in nodes}
@@ -113,9 +113,9 @@ def stages_of_tensors(model: nn.Module, programs: Iterable[StageProgram]) -> dic
         for name in program.modules:
             for module in modules[name].modules():
                 yield from (named(module, key) for key in (*module._parameters, *module._buffers))
-        for step in program.steps:
-            if step.node.kind in ("parameter", "buffer"):
-                owner, _, key = step.node.target.rpartition(".")
+        for instruction in program.instructions:
+            if instruction.node.kind in ("parameter", "buffer"):
+                owner, _, key = instruction.node.target.rpartition(".")
                 yield named(modules[owner], key)
 
     found: dict[str, set[int]] = {}

@@ -1,8 +1,8 @@
-"""Is a schedule complete, can it run to its end, and does it keep within a bound of memory?"""
+"""Is a schedule complete, and can it run to its end?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NoReturn
 
 from whale_torch.errors import PlanError
@@ -11,9 +11,7 @@ from whale_torch.planning.schedules.actions import KIND_NAMES, Action, Edges, Re
 __all__ = ["from_table", "validate"]
 
 
-def from_table(
-    rows: Rows, *, name: str = "table", max_in_flight: int | Sequence[int] | None = None, where: str | None = None
-) -> Schedule:
+def from_table(rows: Rows, *, name: str = "table", where: str | None = None) -> Schedule:
     """A user's own schedule, checked: rows one a rank, of "F0.3" or ("F", 0, 3), or one string with spaces.
 
     The numbers of stages and micro-batches are read from the table. where: the user's "file:line", for errors.
@@ -24,25 +22,16 @@ def from_table(
     num_stages = 1 + max((action.stage for row in table for action in row), default=-1)
     num_micro_batches = 1 + max((action.micro_batch for row in table for action in row), default=-1)
     schedule = Schedule(name, num_stages, num_micro_batches, len(table), table)
-    validate(schedule, max_in_flight=max_in_flight, where=where)
+    validate(schedule, where=where)
     return schedule
 
 
-def validate(
-    schedule: Schedule,
-    *,
-    max_in_flight: int | Sequence[int] | None = None,
-    forward_only: bool = False,
-    where: str | None = None,
-) -> None:
+def validate(schedule: Schedule, *, where: str | None = None) -> None:
     """Checks that each action stands once and on its stage's rank, and that the ranks run to the end.
-
-    max_in_flight: bound of the micro-batches a rank keeps (Schedule.peak_in_flight), for all or one a rank.
-    forward_only: backwards are not asked for, and must not be there.
 
     Raises: PlanError with rank, position (from 0) and action.
     """
-    _Check(schedule, where).run(max_in_flight, forward_only)
+    _Check(schedule, where).run()
 
 
 class _Check:
@@ -52,13 +41,11 @@ class _Check:
         self.schedule, self.where = schedule, where
         self.places: dict[Action, tuple[int, int]] = {}
 
-    def run(self, max_in_flight: int | Sequence[int] | None, forward_only: bool) -> None:
+    def run(self) -> None:
         self._each_once()
         self._one_rank_a_stage()
-        self._complete(forward_only)
+        self._complete()
         self._ends()
-        if max_in_flight is not None:
-            self._within(max_in_flight)
 
     def _fail(self, what: str, fix: str, *ranks: int) -> NoReturn:
         name = self.schedule.name
@@ -112,7 +99,7 @@ class _Check:
                     rank,
                 )
 
-    def _complete(self, forward_only: bool) -> None:
+    def _complete(self) -> None:
         schedule = self.schedule
         for stage in range(schedule.num_stages):
             for batch in range(schedule.num_micro_batches):
@@ -120,9 +107,7 @@ class _Check:
                 found = [action for action in (whole, back, weight) if action in self.places]
                 if forward not in self.places:
                     self._missing(forward, "add it")
-                elif forward_only and found:
-                    self._extra(found[0], "nothing runs backward here", "take it out, or Schedule.forward_only()")
-                elif not found and not forward_only:
+                elif not found:
                     self._missing(whole, f"add it, or its parts {back} and {weight}")
                 elif whole in found and len(found) > 1:
                     self._extra(found[1], f"{whole} is the whole backward", f"keep {whole}, or {back} and {weight}")
@@ -188,22 +173,6 @@ class _Check:
         ranks = [*cycle, *(rank for rank in range(self.schedule.num_ranks) if rank not in cycle)]
         left = ((rank, action) for rank in ranks for action in self.schedule.table[rank][position[rank] :])
         return next((rank, action) for rank, action in left if made.issuperset(edges.needs(action)))
-
-    def _within(self, max_in_flight: int | Sequence[int]) -> None:
-        num_ranks = self.schedule.num_ranks
-        bounds = [max_in_flight] * num_ranks if isinstance(max_in_flight, int) else list(max_in_flight)
-        if len(bounds) != num_ranks:
-            self._fail(f"{len(bounds)} bounds of memory for {num_ranks} ranks.", "give one number, or one a rank")
-        for rank, bound in enumerate(bounds):
-            for position, held in enumerate(self.schedule.held(rank)):
-                if held > bound:
-                    action = self.schedule.table[rank][position]
-                    self._fail(
-                        f"rank {rank}, position {position}: {action} makes {held} micro-batches in flight, "
-                        f"the bound is {bound}.",
-                        f"run a {'weight part' if self.schedule.splits_backward else 'backward'} before it",
-                        rank,
-                    )
 
 
 def _words(action: Action) -> str:

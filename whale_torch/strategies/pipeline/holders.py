@@ -90,7 +90,8 @@ class Holders:
         """A buffer with two names is one."""
         users: dict[int, set[int]] = {}
         for program in programs if written else ():
-            names = [step.node.target for step in program.steps if step.node.kind == "buffer" and not step.node.args]
+            buffers = (each.node for each in program.instructions if each.node.kind == "buffer" and not each.node.args)
+            names = [node.target for node in buffers]
             for name in program.modules:
                 inside = self._modules[name].named_modules(prefix=name, remove_duplicate=False)
                 names += [joined(member, key) for member, module in inside for key in module._buffers]

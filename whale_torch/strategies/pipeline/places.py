@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from whale_torch.comm.cut_tensor import AbsentParameter, CutTensor, without_memory
+from whale_torch.comm.absent import without_memory
+from whale_torch.comm.cut_tensor import AbsentParameter, CutTensor
 from whale_torch.comm.reducer import Reducer
 from whale_torch.comm.reduction import Reduction
 from whale_torch.comm.registry import ParameterPlace, place_of, set_place

@@ -25,7 +25,7 @@ from whale_torch.trace.cut import cut
 from whale_torch.trace.forms import frozen
 from whale_torch.trace.graph import Context, Graph, Node
 from whale_torch.trace.mixing import refuse_mixing
-from whale_torch.trace.program import StageProgram, Step
+from whale_torch.trace.program import Instruction, StageProgram
 from whale_torch.trace.reductions import Combine, Count, rewrite
 from whale_torch.trace.sample_dims import Dims, SampleDims
 from whale_torch.trace.settings import Settings, hooks_of
@@ -284,5 +284,5 @@ def _dims_of(graph: Graph, other: Graph, returned: list[Node | None], rows: int)
 
 
 def _count_program(count: Count) -> StageProgram:
-    steps = tuple(Step.of(node, ()) for node in count.nodes)
-    return StageProgram(0, steps, {}, {}, count.result, False, ())
+    instructions = tuple(Instruction.of(node, ()) for node in count.nodes)
+    return StageProgram(0, instructions, {}, {}, count.result, False, ())
