@@ -35,7 +35,8 @@ def _largest(layer: Any, tokens: int = TOKENS) -> int:
 
 
 def _layer(options: dict[str, Any]) -> moe.MoELayer:
-    return moe.MoELayer(DIM, EXPERTS, TOP_K, hidden=HIDDEN, z_loss_coef=0.01, **options)
+    wide = {} if "expert" in options else {"hidden": HIDDEN}
+    return moe.MoELayer(DIM, EXPERTS, TOP_K, z_loss_coef=0.01, **wide, **options)
 
 
 def _split(rank: int, n: int) -> int:
