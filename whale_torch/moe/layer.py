@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -96,6 +97,7 @@ class MoELayer(nn.Module):
         slices: int = 1,
     ):
         super().__init__()
+        _break_graphs()
         if dim < 1:
             raise PlanError(f"dim is {dim}.", fix="as wide as tokens are, 1 or more")
         self.gate = gate_of(gate, dim, num_experts, top_k, renormalize, jitter)
@@ -133,6 +135,10 @@ class MoELayer(nn.Module):
     def _ranks(self) -> Group | None:
         """All that run this layer, on other tokens."""
         return self._on_ranks.group
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _break_graphs()
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         if x.is_meta:
@@ -262,6 +268,22 @@ class MoELayer(nn.Module):
         start = sum(sizes[: self._ranks.index])
         whole = all_gather_rows(x.contiguous(), sizes, self._ranks, name=_TOGETHER)
         return whole, slice(start, start + len(x))
+
+
+@functools.cache
+def _break_graphs() -> None:
+    """Lets torch.compile end a graph where tokens go to experts, and begin another one behind: how many go where is
+    read, differs from step to step, and may have to be exchanged.
+
+    Called when there is a layer, as the import of torch's compiler takes a while.
+    """
+    MoELayer._routed = torch.compiler.disable(MoELayer._routed, reason=_REASON)  # type: ignore[method-assign]
+
+
+_REASON = (
+    "a layer of experts counts the tokens of each expert, so it is between two graphs: leave out fullgraph=True, or "
+    "compile the parts around it"
+)
 
 
 @register_tweak
