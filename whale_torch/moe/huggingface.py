@@ -105,7 +105,7 @@ class RoutedExperts(Replacement, MoELayer):
     def _chosen(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         experts = torch.where(experts < self.num_experts, experts, -1).int()
         wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
-        return self._routed(x, Routing(experts, weights.to(wide))).to(x.dtype)
+        return self._between_graphs(self._routed, x, Routing(experts, weights.to(wide))).to(x.dtype)
 
     def _each(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         of: Any = self
@@ -169,7 +169,11 @@ class SplitRoutedExperts(SplitMoELayer):
         if twins.size == 1:
             out: Tensor = layer._chosen(hidden_states, top_k_index, top_k_weights)
             return out
-        tokens = len(hidden_states)
+        return self._between_graphs(self._of_slice, hidden_states, top_k_index, top_k_weights)
+
+    def _of_slice(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
+        layer: Any = self
+        twins, tokens = self._region.twins, len(hidden_states)
         mine, weights = take([hidden_states, top_k_weights], [0, 0], tokens, twins)
         chosen = layer._chosen(mine, top_k_index[part_of(tokens, twins)], weights)
         (out,) = join([chosen], [0], tokens, twins)

@@ -150,7 +150,8 @@ class MoELayer(nn.Module):
             routing = self.gate.of_ids(token_ids.reshape(-1), seen)
         else:
             routing = self.gate(flat, seen)
-        return self._with_shared(flat, self._routed(flat, routing)).view(x.shape)
+        out = self._between_graphs(self._routed, flat, routing)
+        return self._with_shared(flat, out).view(x.shape)
 
     def as_recorded(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         """Another forward of the same shape and about as many operations, for tensors without values."""
@@ -204,6 +205,10 @@ class MoELayer(nn.Module):
                 f"token_ids are {token_ids.dtype} of shape {tuple(token_ids.shape)} for x of shape {tuple(x.shape)}.",
                 fix=f"whole numbers, of shape {tuple(x.shape[:-1])}",
             )
+
+    def _between_graphs(self, run: Callable[..., Tensor], *given: Any) -> Tensor:
+        """What `run` gives, untraced: how many tokens go where is read, differs from step to step, and is exchanged."""
+        return run(*given)
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts give tokens [T, dim]."""
@@ -272,12 +277,8 @@ class MoELayer(nn.Module):
 
 @functools.cache
 def _break_graphs() -> None:
-    """Lets torch.compile end a graph where tokens go to experts, and begin another one behind: how many go where is
-    read, differs from step to step, and may have to be exchanged.
-
-    Called when there is a layer, as the import of torch's compiler takes a while.
-    """
-    MoELayer._routed = torch.compiler.disable(MoELayer._routed, reason=_REASON)  # type: ignore[method-assign]
+    """Lets torch.compile end a graph there. Called once there is a layer: importing torch's compiler takes a second."""
+    MoELayer._between_graphs = torch.compiler.disable(MoELayer._between_graphs, reason=_REASON)  # type: ignore[method-assign]
 
 
 _REASON = (

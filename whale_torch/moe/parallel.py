@@ -47,6 +47,7 @@ class SplitMoELayer(SplitModule, MoELayer):
     """
 
     _added: ClassVar[tuple[str, ...]] = (*SplitModule._added, "_rows")
+    _compiles: ClassVar[bool] = True
     _rows: AllToAll
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
@@ -57,14 +58,17 @@ class SplitMoELayer(SplitModule, MoELayer):
         if twins.size == 1:
             return super().forward(x, mask, token_ids=token_ids)
         self._check(x, mask, token_ids)
-        flat = x.reshape(-1, self.dim)
-        tokens = len(flat)
+        flat = [None if of is None else of.reshape(-1, *of.shape[x.dim() - 1 :]) for of in (x, mask, token_ids)]
+        return self._between_graphs(self._of_slice, *flat).view(x.shape)
+
+    def _of_slice(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Tensor:
+        """Of tokens that several ranks are fed alike, [T, dim], each runs a part."""
+        twins, tokens = self._region.twins, len(x)
         first, count = sum(parts_of(tokens, twins.size)[: twins.index]), parts_of(tokens, twins.size)[twins.index]
-        (mine,) = take([flat], [0], tokens, twins)
-        part = slice(first, first + count)
-        seen, ids = (None if of is None else of.reshape(-1)[part] for of in (mask, token_ids))
+        (mine,) = take([x], [0], tokens, twins)
+        seen, ids = (None if of is None else of[first : first + count] for of in (mask, token_ids))
         (out,) = join([super().forward(mine, seen, token_ids=ids)], [0], tokens, twins)
-        return out.view(x.shape)
+        return out
 
     def _count_bytes(self, x: Tensor) -> None:
         """Of a rehearsal: every route there and back, and its gradient, if all ranks get equally many."""
