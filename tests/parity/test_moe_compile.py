@@ -76,7 +76,7 @@ SIZES = [[4, 2], [3, 4], [5, 5], [2, 7], [6, 6]]  # a size of 1 would be a const
 
 
 def _trained(rank: int, n: int, name: str, layout: str, way: str) -> tuple[list[float], list[int]]:
-    """(errors of outputs, gradients and parameters over steps of SGD and in evaluation; graphs after three steps, at last)"""
+    """(errors over steps of SGD and in evaluation; graphs after three steps, in all)"""
     torch.manual_seed(0)
     model: Any = Net(SPLITS[layout], **EXPERTS[name])
     model.block.ffn.gate.weight.data.normal_()

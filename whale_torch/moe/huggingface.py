@@ -7,7 +7,8 @@ weights. Such a module takes a class that runs it as a MoELayer; whatever else a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,9 @@ from torch.nn import functional as F
 
 from whale_torch.comm.slices import join, part_of, take
 from whale_torch.errors import PlanError
-from whale_torch.moe.experts import Experts
+from whale_torch.moe.dense import name_of
+from whale_torch.moe.experts import Experts, as_autocast, one_block_each
+from whale_torch.moe.feed_forward import Block, feed_forward
 from whale_torch.moe.gates import Gate
 from whale_torch.moe.layer import MoELayer
 from whale_torch.moe.parallel import SplitMoELayer
@@ -107,11 +110,31 @@ class RoutedExperts(Replacement, MoELayer):
         wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
         return self._between_graphs(self._routed, x, Routing(experts, weights.to(wide))).to(x.dtype)
 
-    def _each(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+    def _stacks(self) -> tuple[Any, Any, Any, Any]:
+        """(weights of gate and up, their biases, weights of down, its biases)"""
         of: Any = self
         up = of.gate_up_proj if of.has_gate else of.up_proj
         up_bias = (of.gate_up_proj_bias if of.has_gate else of.up_proj_bias) if of.has_bias else None
-        stacks = (up, up_bias, of.down_proj, of.down_proj_bias if of.has_bias else None)
+        return up, up_bias, of.down_proj, of.down_proj_bias if of.has_bias else None
+
+    def _activation(self) -> str | None:
+        """That of experts which are plain feed-forwards, None where they are not."""
+        of: Any = self
+        plain_gate = not of.has_gate or (of.is_concatenated and of._apply_gate.__name__ == "_default_apply_gate")
+        return _known(of.act_fn) if plain_gate and not of.has_post_expert_norm else None
+
+    def _on_blocks(self, x: Tensor, blocks: Sequence[Block], activation: str) -> Tensor:
+        of: Any = self
+        x, up, up_bias, down, down_bias = as_autocast(x, *self._stacks())
+        if of.is_transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        (w1, w3), (b1, b3) = (
+            stack.chunk(2, dim=1) if of.has_gate and stack is not None else (stack, None) for stack in (up, up_bias)
+        )
+        return feed_forward(x, blocks, activation, w1, b1, down, down_bias, w3, b3)
+
+    def _each(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        stacks = self._stacks()
         if not rows:  # a rank without experts is sent no rows: as an expert of zeros
             return self._one(x, *(None if stack is None else stack.sum(0) for stack in stacks))
         each = [[None] * len(rows) if stack is None else stack.unbind(0) for stack in stacks]
@@ -133,15 +156,22 @@ class RoutedExperts(Replacement, MoELayer):
 class _Own:
     """A layer's own parameters as its Experts."""
 
-    takes_blocks = False
-
     slices = 1
 
     def __init__(self, layer: RoutedExperts):
         self._layer, self.num_experts = layer, layer.num_experts
 
+    @property
+    def takes_blocks(self) -> bool:
+        return self._layer._activation() is not None
+
     def __call__(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        return self._layer._each(x, rows)
+        return self.on_blocks(x, one_block_each(rows)) if self.takes_blocks else self._layer._each(x, rows)
+
+    def on_blocks(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
+        activation = self._layer._activation()
+        assert activation is not None
+        return self._layer._on_blocks(x, blocks, activation)
 
     def without(self, x: Tensor) -> Tensor:
         return self._layer._each(x, [])
@@ -178,6 +208,17 @@ class SplitRoutedExperts(SplitMoELayer):
         chosen = layer._chosen(mine, top_k_index[part_of(tokens, twins)], weights)
         (out,) = join([chosen], [0], tokens, twins)
         return out
+
+
+def _known(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """Which of the known activations a function is, tried out once."""
+    if activation not in _KNOWN:
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            _KNOWN[activation] = name_of(activation)
+    return _KNOWN[activation]
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
 def _has_common_form(module: nn.Module) -> bool:
