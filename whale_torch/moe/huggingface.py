@@ -7,6 +7,7 @@ weights. Such a module takes a class that runs it as a MoELayer; whatever else a
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from whale_torch.comm.slices import join, part_of, take
 from whale_torch.errors import PlanError
 from whale_torch.moe.dense import name_of
-from whale_torch.moe.experts import Experts, as_autocast, one_block_each
+from whale_torch.moe.experts import Experts
 from whale_torch.moe.feed_forward import Block, feed_forward
 from whale_torch.moe.gates import Gate
 from whale_torch.moe.layer import MoELayer
@@ -125,7 +126,11 @@ class RoutedExperts(Replacement, MoELayer):
 
     def _on_blocks(self, x: Tensor, blocks: Sequence[Block], activation: str) -> Tensor:
         of: Any = self
-        x, up, up_bias, down, down_bias = as_autocast(x, *self._stacks())
+        given: tuple[Any, ...] = (x, *self._stacks())
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            given = tuple(None if t is None else t.to(dtype) for t in given)
+        x, up, up_bias, down, down_bias = given
         if of.is_transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         (w1, w3), (b1, b3) = (
@@ -166,7 +171,10 @@ class _Own:
         return self._layer._activation() is not None
 
     def __call__(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        return self.on_blocks(x, one_block_each(rows)) if self.takes_blocks else self._layer._each(x, rows)
+        if not self.takes_blocks:
+            return self._layer._each(x, rows)
+        ends = itertools.accumulate(rows)
+        return self.on_blocks(x, [(e, end - n, end) for e, (n, end) in enumerate(zip(rows, ends, strict=True))])
 
     def on_blocks(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
         activation = self._layer._activation()
