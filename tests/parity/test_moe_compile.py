@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import whale_torch as wh
 from tests.parity.metric import relative_error
 from tests.parity.split_case import gradients_of
-from tests.parity.test_moe import BAR, DIM, EXPERTS, SPLITS
+from tests.parity.test_moe import BAR, DIM, EXPERTS, INSIDE, SPLITS, by_micro_batches, in_stages
 from tests.unit.test_moe_compile import counted
 from tests.world import world
 from whale_torch import moe
@@ -155,6 +155,38 @@ def test_beside_another_split_it_is_refused() -> None:
     for of_all, of_block in world(2, _beside_a_split):
         assert "torch.compile over a split: TaskGraph" in of_all and "of 'last')" in of_all
         assert "leave out fullgraph=True, or compile the parts around it" in of_block
+
+
+def _staged(rank: int, n: int) -> tuple[float, float, int]:
+    """(errors of losses and gradients, graphs) of a pipeline whose layers of experts are compiled"""
+    torch.manual_seed(0)
+    model: Any = in_stages(INSIDE["experts on ranks"])
+    alone: Any = copy.deepcopy(model)
+    wh.parallelize(model)
+    backend, graphs = counted("eager")
+    for layer in (model.first, model.a, model.b):
+        layer.compile(backend=backend)
+    index, feeds = wh.data_rank(model)
+    here = slice(4 * index, 4 * index + 4)
+    torch.manual_seed(1)
+    losses, gradients = [], []
+    for _ in range(2):
+        x, y = torch.randn(4 * feeds, 3, 5), torch.randint(7, (4 * feeds, 3))
+        model.zero_grad()
+        alone.zero_grad()
+        loss = model(x[here], y[here])
+        loss.backward()
+        losses.append(float((loss.detach() - by_micro_batches(alone, x, y, [4] * feeds)).abs()))
+        gradients.append(relative_error(gradients_of(model), gradients_of(alone)))
+    return max(losses), max(gradients), len(graphs)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.matrix(keep=0)
+def test_compiled_experts_in_stages(n: int) -> None:
+    for *errors, graphs in world(n, _staged, timeout=120):
+        assert max(errors) < BAR
+        assert graphs
 
 
 def _one_rank(rank: int, n: int) -> tuple[list[float], list[int]]:
