@@ -20,7 +20,7 @@ from whale_torch.comm.slices import join, part_of, take
 from whale_torch.errors import PlanError
 from whale_torch.moe.dense import name_of
 from whale_torch.moe.experts import Experts
-from whale_torch.moe.feed_forward import Block, feed_forward
+from whale_torch.moe.feed_forward import Block, Stacks, feed_forward
 from whale_torch.moe.gates import Gate
 from whale_torch.moe.layer import MoELayer
 from whale_torch.moe.parallel import SplitMoELayer
@@ -124,7 +124,8 @@ class RoutedExperts(Replacement, MoELayer):
         plain_gate = not of.has_gate or (of.is_concatenated and of._apply_gate.__name__ == "_default_apply_gate")
         return _known(of.act_fn) if plain_gate and not of.has_post_expert_norm else None
 
-    def _on_blocks(self, x: Tensor, blocks: Sequence[Block], activation: str) -> Tensor:
+    def _cast(self, x: Tensor) -> tuple[Tensor, Stacks]:
+        """x and the weights in the type that they are multiplied in; gate and up are views of their one stack."""
         of: Any = self
         given: tuple[Any, ...] = (x, *self._stacks())
         if torch.is_autocast_enabled(x.device.type):
@@ -136,7 +137,7 @@ class RoutedExperts(Replacement, MoELayer):
         (w1, w3), (b1, b3) = (
             stack.chunk(2, dim=1) if of.has_gate and stack is not None else (stack, None) for stack in (up, up_bias)
         )
-        return feed_forward(x, blocks, activation, w1, b1, down, down_bias, w3, b3)
+        return x, Stacks(w1, b1, down, down_bias, w3, b3)
 
     def _each(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         stacks = self._stacks()
@@ -159,7 +160,7 @@ class RoutedExperts(Replacement, MoELayer):
 
 
 class _Own:
-    """A layer's own parameters as its Experts."""
+    """A layer's own parameters as its Experts, and as a FeedForward where these are plain ones."""
 
     slices = 1
 
@@ -177,9 +178,17 @@ class _Own:
         return self.on_blocks(x, [(e, end - n, end) for e, (n, end) in enumerate(zip(rows, ends, strict=True))])
 
     def on_blocks(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
+        x, stacks = self.cast(x)
+        return feed_forward(x, blocks, self.activation, *stacks)
+
+    def cast(self, x: Tensor) -> tuple[Tensor, Stacks]:
+        return self._layer._cast(x)
+
+    @property
+    def activation(self) -> str:
         activation = self._layer._activation()
         assert activation is not None
-        return self._layer._on_blocks(x, blocks, activation)
+        return activation
 
     def without(self, x: Tensor) -> Tensor:
         return self._layer._each(x, [])
@@ -196,6 +205,10 @@ class _Own:
 
 class SplitRoutedExperts(SplitMoELayer):
     """Its experts are this rank's; joined with a class of RoutedExperts."""
+
+    def _feed_forwards(self) -> Any:
+        own = self.experts
+        return own if own.takes_blocks else None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
         layer: Any = self

@@ -88,11 +88,12 @@ class SplitMoELayer(SplitModule, MoELayer):
         ]
         wire = self.wire_dtype
         splits = self._splits([chunk.kept for chunk in chunks], form_of(x, wire))
-        if len(chunks) == 1 and isinstance(self.experts, FeedForward) and wire in (None, x.dtype):
+        plain = self._feed_forwards()
+        if len(chunks) == 1 and plain is not None and wire in (None, x.dtype):
             rows = self._rows.in_memory(splits[0], x.shape[1] * x.element_size())
             if rows is not None:
                 positions = self._among_all(chunks[0], rows)
-                return through_memory(x, positions, routing.weights, self.experts, rows, size), chunks[0].kept
+                return through_memory(x, positions, routing.weights, plain, rows, size), chunks[0].kept
         there = [
             self._rows.begin(permute(c.x, c.positions, c.num_rows, back=size), split, wire_dtype=wire)
             for c, split in zip(chunks, splits, strict=True)
@@ -109,6 +110,9 @@ class SplitMoELayer(SplitModule, MoELayer):
         ]
         kept = torch.stack([chunk.kept for chunk in chunks]).sum(0)
         return (found[0] if len(found) == 1 else torch.cat(found)), kept
+
+    def _feed_forwards(self) -> FeedForward | None:
+        return self.experts if isinstance(self.experts, FeedForward) else None
 
     def _among_all(self, chunk: _Chunk, rows: SharedRows) -> Tensor:
         """Where each route's row lies among those of all ranks."""
