@@ -189,11 +189,9 @@ def test_compiled_experts_in_stages(n: int) -> None:
         assert graphs
 
 
-def _one_rank(rank: int, n: int) -> tuple[list[float], list[int]]:
-    return _trained(rank, n, "top2", "all", "whole")
-
-
-def test_one_rank_compiles_the_whole_model() -> None:
-    ((errors, (seen, graphs)),) = world(1, _one_rank, timeout=120)
+@pytest.mark.parametrize("layout", ["all", "replica"])
+@pytest.mark.matrix(keep=0)
+def test_one_rank_compiles_the_whole_model(layout: str) -> None:
+    ((errors, (seen, graphs)),) = world(1, _trained, "top2", layout, "whole", timeout=120)
     assert max(errors) < BAR
     assert 0 < seen == graphs
