@@ -146,11 +146,11 @@ class MoELayer(nn.Module):
         self._check(x, mask, token_ids)
         flat = x.reshape(-1, self.dim)
         seen = None if mask is None else mask.reshape(-1)
-        if isinstance(self.gate, Hash) and token_ids is not None:
-            routing = self.gate.of_ids(token_ids.reshape(-1), seen)
+        ids = None if token_ids is None else token_ids.reshape(-1)
+        if self.gate.compiles:
+            out = self._between_graphs(self._routed, flat, self._route(flat, seen, ids))
         else:
-            routing = self.gate(flat, seen)
-        out = self._between_graphs(self._routed, flat, routing)
+            out = self._between_graphs(self._gated, flat, seen, ids)
         return self._with_shared(flat, out).view(x.shape)
 
     def as_recorded(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
@@ -209,6 +209,15 @@ class MoELayer(nn.Module):
     def _between_graphs(self, run: Callable[..., Tensor], *given: Any) -> Tensor:
         """What `run` gives, untraced: how many tokens go where is read, differs from step to step, and is exchanged."""
         return run(*given)
+
+    def _route(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Routing:
+        if isinstance(self.gate, Hash) and token_ids is not None:
+            return self.gate.of_ids(token_ids, mask)
+        found: Routing = self.gate(x, mask)
+        return found
+
+    def _gated(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Tensor:
+        return self._routed(x, self._route(x, mask, token_ids))
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts give tokens [T, dim]."""
