@@ -190,6 +190,10 @@ class _Own:
         assert activation is not None
         return activation
 
+    @property
+    def biased(self) -> tuple[bool, ...]:
+        return (True,) * self.num_experts
+
     def without(self, x: Tensor) -> Tensor:
         return self._layer._each(x, [])
 
