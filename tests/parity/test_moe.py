@@ -128,7 +128,7 @@ class Stages(nn.Module):
         return F.cross_entropy(self.last(h).flatten(0, 1), y.flatten())
 
 
-def _in_stages(inside: Any) -> nn.Module:
+def in_stages(inside: Any) -> nn.Module:
     one, other = wh.stage(), wh.stage()
     scopes = {"first": one, "a": (one, *inside()), "b": (other, *inside()), "last": other}
     return wh.annotate(Stages(), scopes, inside=wh.pipeline(num_micro_batches=2, num_ranks=2))
@@ -144,7 +144,7 @@ INSIDE: dict[str, Any] = {
 def _piped(rank: int, n: int, inside: str, counts: list[int]) -> tuple[float, float, float]:
     """(errors of the loss, of gradients, of parameters after two SGD steps)"""
     torch.manual_seed(0)
-    model: Any = _in_stages(INSIDE[inside])
+    model: Any = in_stages(INSIDE[inside])
     alone: Any = copy.deepcopy(model)
     wh.parallelize(model)
     index, feeds = wh.data_rank(model)
@@ -161,7 +161,7 @@ def _piped(rank: int, n: int, inside: str, counts: list[int]) -> tuple[float, fl
                 loss = m(x[part], y[part])
                 loss.backward()
             else:
-                loss = _by_micro_batches(m, x, y, counts)
+                loss = by_micro_batches(m, x, y, counts)
             values.append(loss.detach())
         losses.append(float((values[0] - values[1]).abs()))
         gradients.append(relative_error(gradients_of(model), gradients_of(alone)))
@@ -170,7 +170,7 @@ def _piped(rank: int, n: int, inside: str, counts: list[int]) -> tuple[float, fl
     return max(losses), max(gradients), relative_error(wh.full_state_dict(model), alone.state_dict())
 
 
-def _by_micro_batches(model: Any, x: Tensor, y: Tensor, counts: list[int]) -> Tensor:
+def by_micro_batches(model: Any, x: Tensor, y: Tensor, counts: list[int]) -> Tensor:
     """One process: a loss of balance is of all tokens that the layer sees at once, those of one micro-batch each."""
     starts = [sum(counts[:k]) for k in range(len(counts))]
     cut = [[part + start for part in torch.arange(n).tensor_split(2)] for start, n in zip(starts, counts, strict=True)]
@@ -198,7 +198,7 @@ def test_experts_in_stages_are_one_process(n: int, inside: str, counts: list[int
 def _few(rank: int, n: int) -> tuple[str, float]:
     """(what is said of a batch of one sample beside one of four, error of the outputs of a call that all can make)"""
     torch.manual_seed(0)
-    model: Any = _in_stages(INSIDE["experts on ranks"])
+    model: Any = in_stages(INSIDE["experts on ranks"])
     alone: Any = copy.deepcopy(model)
     wh.parallelize(model)
     index, _ = wh.data_rank(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import re
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import whale_torch as wh
 from tests.parity.metric import relative_error
 from tests.parity.split_case import gradients_of
+from tests.unit.test_moe_compile import counted
 from tests.world import world
 from whale_torch import moe
 
@@ -94,6 +96,7 @@ def test_outputs_and_gradients_are_those_of_transformers(kind: str) -> None:
     assert moe.from_huggingface(moe.from_huggingface(ours)) is ours
     layers = [m for m in ours.modules() if isinstance(m, moe.MoELayer)]
     assert layers
+    assert layers[0].experts.takes_blocks == (kind != "GptOss")  # whose gate is one of its own
     found, expected = (_step(model, batch(4), output_router_logits=kind == "Mixtral") for model in (ours, theirs))
     assert _error(found.logits, expected.logits) < BAR
     assert _error(found.loss, expected.loss) < BAR
@@ -103,6 +106,51 @@ def test_outputs_and_gradients_are_those_of_transformers(kind: str) -> None:
     load = layers[0].load
     assert load is not None
     assert int(load.kept.sum()) == 4 * LENGTH * 2
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 12}
+EXPERTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gated": ("mixtral", "Mixtral", {**SMALL, "num_local_experts": 4}),
+    "tanh": ("mixtral", "Mixtral", {**SMALL, "num_local_experts": 4, "hidden_act": "gelu_pytorch_tanh"}),
+    "transposed": ("aria", "AriaText", {**SMALL, "moe_num_experts": 4, "num_attention_heads": 4}),
+    "not gated": (
+        "nemotron_h",
+        "NemotronH",
+        {"hidden_size": 16, "moe_intermediate_size": 12, "n_routed_experts": 4, "mlp_hidden_act": "gelu"},
+    ),
+}
+
+
+def _experts(form: str) -> Any:
+    module, name, options = EXPERTS[form]
+    config = getattr(transformers, f"{name}Config")(**options)
+    config._experts_implementation = "eager"
+    code = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    torch.manual_seed(0)
+    experts = getattr(code, f"{name.removesuffix('Text')}Experts")(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return experts
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("form", EXPERTS)
+def test_experts_of_every_form_run_as_blocks(form: str, half: bool) -> None:
+    theirs, ours = _experts(form), _experts(form)
+    moe.from_huggingface(nn.ModuleList([ours]))
+    assert ours.experts.takes_blocks
+    x, chosen, weights = torch.randn(9, 16), torch.rand(9, 4).argsort(1)[:, :2], torch.rand(9, 2)
+    for m in (ours, theirs):
+        m.down_proj.requires_grad_(half)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        found, expected = (m(x, chosen, weights) for m in (ours, theirs))
+    assert found.dtype == expected.dtype
+    for out in (found, expected):
+        out.square().sum().backward()
+    bar = 0.03 if half else BAR
+    assert _error(found, expected) < bar
+    gradients = ({k: p.grad for k, p in m.named_parameters() if p.requires_grad} for m in (ours, theirs))
+    assert relative_error(*gradients) < bar
 
 
 def test_copies_and_pickles() -> None:
@@ -230,6 +278,32 @@ def test_experts_of_transformers_on_ranks_are_one_process(kind: str, layout: str
         assert max(errors) < BAR, errors
         assert experts
         assert layout == "replica" or (layout, n) == ("stages", 2) or max(experts) < 5
+
+
+def _compiled(rank: int, n: int, layout: str) -> tuple[float, list[int]]:
+    """(error of gradients over steps of different lengths, graphs after two steps and at the end)"""
+    alone, model = _both("Mixtral", 0.0)
+    LAYOUTS[layout](model)
+    wh.parallelize(model)
+    backend, graphs = counted()
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    errors, seen = [], []
+    for rows in ([2, 3], [4, 2], [3, 5], [2, 2]):
+        ids = batch(sum(rows))
+        _step(model, ids[: rows[0]] if rank == 0 else ids[rows[0] :])
+        _step(alone, ids)
+        errors.append(relative_error(gradients_of(model), gradients_of(alone)))
+        seen.append(len(graphs))
+    return max(errors), [seen[1], seen[-1]]
+
+
+@pytest.mark.parametrize("layout", ["own", "replica"])
+@pytest.mark.matrix(keep=0)
+def test_compiled_layers_of_transformers(layout: str) -> None:
+    for error, (seen, graphs) in world(2, _compiled, layout, timeout=300):
+        assert error < BAR
+        assert 0 < seen == graphs
 
 
 def _built_on_meta(rank: int, n: int, kind: str) -> float:

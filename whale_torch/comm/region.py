@@ -36,7 +36,8 @@ class Region:
     twins: those of them fed the same rows. copies: the ranks that hold the same shard.
     headers: the ranks of `columns` again, on a channel of their own: what they agree on is never mixed up with data.
     label: how messages name it. strict: an implicit gather is an error. keeps_columns: its output leaves the model as
-    Columns also where nothing is trained. on_host: reading a value waits for no device.
+    Columns also where nothing is trained. on_host: reading a value waits for no device. compiles: torch.compile may
+    trace all modules of the region, which then say themselves where a graph ends.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Region:
         on_host: bool = True,
     ):
         self.label, self.strict, self.keeps_columns, self.on_host = label, strict, keeps_columns, on_host
+        self.compiles = True
         self.columns, self.rows, self.twins, self.copies = columns, rows, twins, copies
         self.headers = headers or columns
         self.row_positions = tuple(columns.ranks.index(rank) for rank in rows.ranks)
@@ -63,7 +65,7 @@ class Region:
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         """A copied model has its own memory of what it gathered, on the same ranks."""
         groups = (self.columns, self.rows, self.twins, self.copies)
-        return Region(
+        copied = Region(
             self.label,
             *groups,
             headers=self.headers,
@@ -71,6 +73,8 @@ class Region:
             keeps_columns=self.keeps_columns,
             on_host=self.on_host,
         )
+        copied.compiles = self.compiles
+        return copied
 
     def positions_of_twin(self, index: int) -> tuple[int, ...]:
         """Places in `columns` of the ranks that the `index`-th twin exchanges rows with."""

@@ -15,7 +15,7 @@ from whale_torch.errors import PlanError
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.ops.activation import FUNCTIONS, activated
 
-__all__ = ["Dense", "experts_of", "feed_forward_of", "read_dense", "spread_feed_forward", "width_of"]
+__all__ = ["Dense", "experts_of", "feed_forward_of", "name_of", "read_dense", "spread_feed_forward", "width_of"]
 
 # names of members: (activated, multiplied or None, output)
 _FORMS = (
@@ -96,7 +96,7 @@ def read_dense(module: nn.Module) -> Dense | None:
         for letter, kind in kinds.items()
         if not getattr(getattr(layer, kind, None), "requires_grad", True)
     )
-    named = None if layers.activation is None else _name_of(layers.activation)
+    named = None if layers.activation is None else name_of(layers.activation)
     names = list(FUNCTIONS) if layers.activation is None else [named] if named else []
     read = [Dense(w1, b1, w2, b2, w3, b3, name, frozen) for name in names]
     fitting = [dense for dense in read if _agrees(module, dense)]
@@ -221,7 +221,7 @@ def _weights(layer: Any) -> tuple[Tensor | None, Tensor | None]:
     return weight.t() if _is_transposed(layer) else weight, None if layer.bias is None else layer.bias.detach()
 
 
-def _name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
+def name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
     """Which of the known activations a function is, tried out on a grid."""
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ class Gate(nn.Module):
     def draws(self) -> bool:
         """Whether it draws random numbers in training."""
         return False
+
+    compiles: ClassVar[bool] = True
+    """Whether torch.compile may trace it: it reads no numbers of tensors, and asks no other ranks."""
 
     def route(self, x: Tensor, mask: Tensor | None) -> Routing:
         """The routes of tokens [T, dim]; mask [T]: which are no padding."""
@@ -190,6 +193,8 @@ class ExpertChoice(_Linear):
     2202.09368, 3.2). A token may have none or many; what one is given depends on the others of its batch, and so on how
     many ranks share the batch out. top_k is how many a token has on average."""
 
+    compiles = False
+
     def __init__(self, dim: int, num_experts: int, *, capacity_factor: float = 2.0):
         if not 0 < capacity_factor < math.inf:
             raise PlanError(f"capacity_factor is {capacity_factor}.", fix="a positive number: experts of a token")
@@ -211,6 +216,7 @@ class ExpertChoice(_Linear):
 class Hash(Gate):
     """Fixed experts by token id (arXiv 2106.04426): call the layer with `token_ids`. Nothing is learned."""
 
+    compiles = False
     table: Tensor
 
     def __init__(self, num_tokens: int, num_experts: int, top_k: int = 1, *, seed: int = 0):

@@ -7,7 +7,9 @@ weights. Such a module takes a class that runs it as a MoELayer; whatever else a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +18,9 @@ from torch.nn import functional as F
 
 from whale_torch.comm.slices import join, part_of, take
 from whale_torch.errors import PlanError
+from whale_torch.moe.dense import name_of
 from whale_torch.moe.experts import Experts
+from whale_torch.moe.feed_forward import Block, Stacks, feed_forward
 from whale_torch.moe.gates import Gate
 from whale_torch.moe.layer import MoELayer
 from whale_torch.moe.parallel import SplitMoELayer
@@ -105,13 +109,38 @@ class RoutedExperts(Replacement, MoELayer):
     def _chosen(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         experts = torch.where(experts < self.num_experts, experts, -1).int()
         wide = torch.float64 if weights.dtype == torch.float64 else torch.float32
-        return self._routed(x, Routing(experts, weights.to(wide))).to(x.dtype)
+        return self._between_graphs(self._routed, x, Routing(experts, weights.to(wide))).to(x.dtype)
 
-    def _each(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+    def _stacks(self) -> tuple[Any, Any, Any, Any]:
+        """(weights of gate and up, their biases, weights of down, its biases)"""
         of: Any = self
         up = of.gate_up_proj if of.has_gate else of.up_proj
         up_bias = (of.gate_up_proj_bias if of.has_gate else of.up_proj_bias) if of.has_bias else None
-        stacks = (up, up_bias, of.down_proj, of.down_proj_bias if of.has_bias else None)
+        return up, up_bias, of.down_proj, of.down_proj_bias if of.has_bias else None
+
+    def _activation(self) -> str | None:
+        """That of experts which are plain feed-forwards, None where they are not."""
+        of: Any = self
+        plain_gate = not of.has_gate or (of.is_concatenated and of._apply_gate.__name__ == "_default_apply_gate")
+        return _known(of.act_fn) if plain_gate and not of.has_post_expert_norm else None
+
+    def _cast(self, x: Tensor) -> tuple[Tensor, Stacks]:
+        """x and the weights in the type that they are multiplied in; gate and up are views of their one stack."""
+        of: Any = self
+        given: tuple[Any, ...] = (x, *self._stacks())
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            given = tuple(None if t is None else t.to(dtype) for t in given)
+        x, up, up_bias, down, down_bias = given
+        if of.is_transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        (w1, w3), (b1, b3) = (
+            stack.chunk(2, dim=1) if of.has_gate and stack is not None else (stack, None) for stack in (up, up_bias)
+        )
+        return x, Stacks(w1, b1, down, down_bias, w3, b3)
+
+    def _each(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        stacks = self._stacks()
         if not rows:  # a rank without experts is sent no rows: as an expert of zeros
             return self._one(x, *(None if stack is None else stack.sum(0) for stack in stacks))
         each = [[None] * len(rows) if stack is None else stack.unbind(0) for stack in stacks]
@@ -131,17 +160,39 @@ class RoutedExperts(Replacement, MoELayer):
 
 
 class _Own:
-    """A layer's own parameters as its Experts."""
-
-    takes_blocks = False
+    """A layer's own parameters as its Experts, and as a FeedForward where these are plain ones."""
 
     slices = 1
 
     def __init__(self, layer: RoutedExperts):
         self._layer, self.num_experts = layer, layer.num_experts
 
+    @property
+    def takes_blocks(self) -> bool:
+        return self._layer._activation() is not None
+
     def __call__(self, x: Tensor, rows: Sequence[int]) -> Tensor:
-        return self._layer._each(x, rows)
+        if not self.takes_blocks:
+            return self._layer._each(x, rows)
+        ends = itertools.accumulate(rows)
+        return self.on_blocks(x, [(e, end - n, end) for e, (n, end) in enumerate(zip(rows, ends, strict=True))])
+
+    def on_blocks(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
+        x, stacks = self.cast(x)
+        return feed_forward(x, blocks, self.activation, *stacks)
+
+    def cast(self, x: Tensor) -> tuple[Tensor, Stacks]:
+        return self._layer._cast(x)
+
+    @property
+    def activation(self) -> str:
+        activation = self._layer._activation()
+        assert activation is not None
+        return activation
+
+    @property
+    def biased(self) -> tuple[bool, ...]:
+        return (True,) * self.num_experts
 
     def without(self, x: Tensor) -> Tensor:
         return self._layer._each(x, [])
@@ -159,6 +210,10 @@ class _Own:
 class SplitRoutedExperts(SplitMoELayer):
     """Its experts are this rank's; joined with a class of RoutedExperts."""
 
+    def _feed_forwards(self) -> Any:
+        own = self.experts
+        return own if own.takes_blocks else None
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
         layer: Any = self
         twins = self._region.twins
@@ -169,11 +224,26 @@ class SplitRoutedExperts(SplitMoELayer):
         if twins.size == 1:
             out: Tensor = layer._chosen(hidden_states, top_k_index, top_k_weights)
             return out
-        tokens = len(hidden_states)
+        return self._between_graphs(self._of_slice, hidden_states, top_k_index, top_k_weights)
+
+    def _of_slice(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
+        layer: Any = self
+        twins, tokens = self._region.twins, len(hidden_states)
         mine, weights = take([hidden_states, top_k_weights], [0, 0], tokens, twins)
         chosen = layer._chosen(mine, top_k_index[part_of(tokens, twins)], weights)
         (out,) = join([chosen], [0], tokens, twins)
         return out
+
+
+def _known(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """Which of the known activations a function is, tried out once."""
+    if activation not in _KNOWN:
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+            _KNOWN[activation] = name_of(activation)
+    return _KNOWN[activation]
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
 def _has_common_form(module: nn.Module) -> bool:

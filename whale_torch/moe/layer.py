@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -96,6 +97,7 @@ class MoELayer(nn.Module):
         slices: int = 1,
     ):
         super().__init__()
+        _break_graphs()
         if dim < 1:
             raise PlanError(f"dim is {dim}.", fix="as wide as tokens are, 1 or more")
         self.gate = gate_of(gate, dim, num_experts, top_k, renormalize, jitter)
@@ -134,17 +136,22 @@ class MoELayer(nn.Module):
         """All that run this layer, on other tokens."""
         return self._on_ranks.group
 
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _break_graphs()
+
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         if x.is_meta:
             return self.as_recorded(x, mask, token_ids=token_ids)
         self._check(x, mask, token_ids)
         flat = x.reshape(-1, self.dim)
         seen = None if mask is None else mask.reshape(-1)
-        if isinstance(self.gate, Hash) and token_ids is not None:
-            routing = self.gate.of_ids(token_ids.reshape(-1), seen)
+        ids = None if token_ids is None else token_ids.reshape(-1)
+        if self.gate.compiles:
+            out = self._between_graphs(self._routed, flat, self._route(flat, seen, ids))
         else:
-            routing = self.gate(flat, seen)
-        return self._with_shared(flat, self._routed(flat, routing)).view(x.shape)
+            out = self._between_graphs(self._gated, flat, seen, ids)
+        return self._with_shared(flat, out).view(x.shape)
 
     def as_recorded(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         """Another forward of the same shape and about as many operations, for tensors without values."""
@@ -198,6 +205,19 @@ class MoELayer(nn.Module):
                 f"token_ids are {token_ids.dtype} of shape {tuple(token_ids.shape)} for x of shape {tuple(x.shape)}.",
                 fix=f"whole numbers, of shape {tuple(x.shape[:-1])}",
             )
+
+    def _between_graphs(self, run: Callable[..., Tensor], *given: Any) -> Tensor:
+        """What `run` gives, untraced: how many tokens go where is read, differs from step to step, and is exchanged."""
+        return run(*given)
+
+    def _route(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Routing:
+        if isinstance(self.gate, Hash) and token_ids is not None:
+            return self.gate.of_ids(token_ids, mask)
+        found: Routing = self.gate(x, mask)
+        return found
+
+    def _gated(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Tensor:
+        return self._routed(x, self._route(x, mask, token_ids))
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts give tokens [T, dim]."""
@@ -262,6 +282,18 @@ class MoELayer(nn.Module):
         start = sum(sizes[: self._ranks.index])
         whole = all_gather_rows(x.contiguous(), sizes, self._ranks, name=_TOGETHER)
         return whole, slice(start, start + len(x))
+
+
+@functools.cache
+def _break_graphs() -> None:
+    """Lets torch.compile end a graph there. Called once there is a layer: importing torch's compiler takes a second."""
+    MoELayer._between_graphs = torch.compiler.disable(MoELayer._between_graphs, reason=_REASON)  # type: ignore[method-assign]
+
+
+_REASON = (
+    "a layer of experts counts the tokens of each expert, so it is between two graphs: leave out fullgraph=True, or "
+    "compile the parts around it"
+)
 
 
 @register_tweak

@@ -47,6 +47,7 @@ class SplitMoELayer(SplitModule, MoELayer):
     """
 
     _added: ClassVar[tuple[str, ...]] = (*SplitModule._added, "_rows")
+    _compiles: ClassVar[bool] = True
     _rows: AllToAll
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
@@ -57,14 +58,17 @@ class SplitMoELayer(SplitModule, MoELayer):
         if twins.size == 1:
             return super().forward(x, mask, token_ids=token_ids)
         self._check(x, mask, token_ids)
-        flat = x.reshape(-1, self.dim)
-        tokens = len(flat)
+        flat = [None if of is None else of.reshape(-1, *of.shape[x.dim() - 1 :]) for of in (x, mask, token_ids)]
+        return self._between_graphs(self._of_slice, *flat).view(x.shape)
+
+    def _of_slice(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Tensor:
+        """Of tokens that several ranks are fed alike, [T, dim], each runs a part."""
+        twins, tokens = self._region.twins, len(x)
         first, count = sum(parts_of(tokens, twins.size)[: twins.index]), parts_of(tokens, twins.size)[twins.index]
-        (mine,) = take([flat], [0], tokens, twins)
-        part = slice(first, first + count)
-        seen, ids = (None if of is None else of.reshape(-1)[part] for of in (mask, token_ids))
+        (mine,) = take([x], [0], tokens, twins)
+        seen, ids = (None if of is None else of[first : first + count] for of in (mask, token_ids))
         (out,) = join([super().forward(mine, seen, token_ids=ids)], [0], tokens, twins)
-        return out.view(x.shape)
+        return out
 
     def _count_bytes(self, x: Tensor) -> None:
         """Of a rehearsal: every route there and back, and its gradient, if all ranks get equally many."""
@@ -84,11 +88,12 @@ class SplitMoELayer(SplitModule, MoELayer):
         ]
         wire = self.wire_dtype
         splits = self._splits([chunk.kept for chunk in chunks], form_of(x, wire))
-        if len(chunks) == 1 and isinstance(self.experts, FeedForward) and wire in (None, x.dtype):
+        plain = self._feed_forwards()
+        if len(chunks) == 1 and plain is not None and wire in (None, x.dtype):
             rows = self._rows.in_memory(splits[0], x.shape[1] * x.element_size())
             if rows is not None:
                 positions = self._among_all(chunks[0], rows)
-                return through_memory(x, positions, routing.weights, self.experts, rows, size), chunks[0].kept
+                return through_memory(x, positions, routing.weights, plain, rows, size), chunks[0].kept
         there = [
             self._rows.begin(permute(c.x, c.positions, c.num_rows, back=size), split, wire_dtype=wire)
             for c, split in zip(chunks, splits, strict=True)
@@ -105,6 +110,9 @@ class SplitMoELayer(SplitModule, MoELayer):
         ]
         kept = torch.stack([chunk.kept for chunk in chunks]).sum(0)
         return (found[0] if len(found) == 1 else torch.cat(found)), kept
+
+    def _feed_forwards(self) -> FeedForward | None:
+        return self.experts if isinstance(self.experts, FeedForward) else None
 
     def _among_all(self, chunk: _Chunk, rows: SharedRows) -> Tensor:
         """Where each route's row lies among those of all ranks."""

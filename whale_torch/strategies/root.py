@@ -31,7 +31,7 @@ def _root_class(base: type[nn.Module], compiles: Literal["whole", "parts", "no s
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         runtime = self.__dict__[KEY]
         if compiles == "no split" and torch.compiler.is_dynamo_compiling():
-            refuse_compile(runtime.regions[0].label)
+            refuse_compile(next(region.label for region in runtime.regions if not region.compiles))
         return runtime.run(original, self, args, kwargs)
 
     if compiles == "parts":
@@ -65,12 +65,13 @@ def _root_class(base: type[nn.Module], compiles: Literal["whole", "parts", "no s
 def make_root(model: nn.Module, runtime: Runtime) -> None:
     """Lets the model's forward run under its runtime.
 
-    torch.compile of the whole model raises PlanError where it holds splits, and runs a model of replicas as it is;
-    replicated parts compile.
+    torch.compile of the whole model raises PlanError where it holds splits, and runs a model of replicas and experts as
+    it is; parts of these compile.
     """
     torch.compiler.assume_constant_result(refuse_compile)
     model.__dict__[KEY] = runtime
-    compiles = "no split" if runtime.regions else "whole" if runtime.mesh.world == 1 else "parts"
+    traced = all(region.compiles for region in runtime.regions)
+    compiles = "no split" if not traced else "whole" if runtime.mesh.world == 1 else "parts"
     model.__class__ = _root_class(type(model), compiles)  # type: ignore[arg-type]
     _roots.add(model)
 

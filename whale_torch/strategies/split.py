@@ -86,6 +86,7 @@ def apply_split(model: nn.Module, plan: Plan, mesh: Mesh, cuts: dict[str, Parame
         module.__class__ = run_class(decided, type(module))
         module.__dict__.update(_region=regions[graph.index], _cut=decided, _options=dict(graph.annotations[-1].options))
         assert isinstance(module, SplitModule)
+        regions[graph.index].compiles &= module._compiles
         module._prepare()
     switch_off_fast_paths(model)
     return list(regions.values())

@@ -22,10 +22,12 @@ __all__ = ["SplitModule", "joined_class", "register_class", "register_split_rule
 class SplitModule(Replacement, nn.Module):
     """What the classes that run shards have in common.
 
-    _region: the ranks that run it together. _cut: the plan's decision. _options: the scope's options.
+    _region: the ranks that run it together. _cut: the plan's decision. _options: the scope's options. _compiles:
+    torch.compile may trace it.
     """
 
     _added: ClassVar[tuple[str, ...]] = ("_region", "_cut", "_options", "_delay")
+    _compiles: ClassVar[bool] = False
     _region: Region
     _cut: Cut
     _options: dict[str, Any]

@@ -35,8 +35,8 @@ __all__ = [
     "tensors_in",
 ]
 
-OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that torch gives every module."""
+OF_TORCH = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+"""Attributes that torch gives every module, or those that compile in place."""
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
