@@ -58,7 +58,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gated, shared": {"gated": True, "activation": "silu", "shared": nn.Linear(DIM, DIM)},
     "prototypes": {"gate": "prototypes", "importance_coef": 0.1},
     "biased": {"gate": moe.TopK(DIM, 4, 2, score="sigmoid", bias_rate=0.3)},
-    "experts choose": {"gate": moe.ExpertChoice(DIM, 4), "top_k": 4},
+    "experts choose": {"gate": moe.ExpertChoice(DIM, 4)},
     "hash": {"gate": moe.Hash(2, 4, 2), "aux_loss_coef": 0.0, "z_loss_coef": 0.0},
     "own": {"expert": lambda: nn.Sequential(nn.Linear(DIM, 6), nn.ReLU(), nn.Linear(6, DIM))},
     "capacity": {"capacity_factor": 0.6, "min_capacity": 1, "renormalize": "after"},
