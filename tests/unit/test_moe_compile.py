@@ -38,7 +38,8 @@ class Net(nn.Module):
         super().__init__()
         self.masked, self.again = options.pop("masked", True), options.pop("again", False)
         self.first, self.last = nn.Linear(5, DIM), nn.Linear(DIM, 7)
-        options = {"num_experts": 4, "hidden": 12, "aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
+        options = {"num_experts": 4, "aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
+        options |= {} if "expert" in options else {"hidden": 12}
         self.ffn = moe.MoELayer(DIM, **options)
 
     def forward(self, x: Tensor) -> Tensor:
