@@ -27,7 +27,8 @@ class Block(nn.Module):
     def __init__(self, split: dict[str, Any] | None, **options: Any) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 10), nn.Linear(10, DIM)
-        options = {"hidden": 12, "aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
+        options = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
+        options |= {} if "expert" in options else {"hidden": 12}
         options["gate"] = made() if callable(made := options.get("gate", "softmax")) else made
         with wh.replica() if split is None else wh.split(**split):
             self.ffn = moe.MoELayer(DIM, **options)

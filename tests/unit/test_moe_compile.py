@@ -38,7 +38,8 @@ class Net(nn.Module):
         super().__init__()
         self.masked, self.again = options.pop("masked", True), options.pop("again", False)
         self.first, self.last = nn.Linear(5, DIM), nn.Linear(DIM, 7)
-        options = {"num_experts": 4, "hidden": 12, "aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
+        options = {"num_experts": 4, "aux_loss_coef": 0.1, "z_loss_coef": 0.01} | options
+        options |= {} if "expert" in options else {"hidden": 12}
         self.ffn = moe.MoELayer(DIM, **options)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "gated, shared": {"gated": True, "activation": "silu", "shared": nn.Linear(DIM, DIM)},
     "prototypes": {"gate": "prototypes", "importance_coef": 0.1},
     "biased": {"gate": moe.TopK(DIM, 4, 2, score="sigmoid", bias_rate=0.3)},
-    "experts choose": {"gate": moe.ExpertChoice(DIM, 4), "top_k": 4},
+    "experts choose": {"gate": moe.ExpertChoice(DIM, 4)},
     "hash": {"gate": moe.Hash(2, 4, 2), "aux_loss_coef": 0.0, "z_loss_coef": 0.0},
     "own": {"expert": lambda: nn.Sequential(nn.Linear(DIM, 6), nn.ReLU(), nn.Linear(6, DIM))},
     "capacity": {"capacity_factor": 0.6, "min_capacity": 1, "renormalize": "after"},

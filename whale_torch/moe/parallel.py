@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from whale_torch import ops
 from whale_torch.comm.all2all import AllToAll
 from whale_torch.comm.shared_rows import SharedRows
-from whale_torch.comm.slices import join, parts_of, take
+from whale_torch.comm.slices import join, part_of, parts_of, take
 from whale_torch.comm.splits import Splits
 from whale_torch.mesh import Mesh
 from whale_torch.moe.alike import check_alike, form_of
@@ -64,9 +64,8 @@ class SplitMoELayer(SplitModule, MoELayer):
     def _of_slice(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Tensor:
         """Of tokens that several ranks are fed alike, [T, dim], each runs a part."""
         twins, tokens = self._region.twins, len(x)
-        first, count = sum(parts_of(tokens, twins.size)[: twins.index]), parts_of(tokens, twins.size)[twins.index]
         (mine,) = take([x], [0], tokens, twins)
-        seen, ids = (None if of is None else of[first : first + count] for of in (mask, token_ids))
+        seen, ids = (None if of is None else of[part_of(tokens, twins)] for of in (mask, token_ids))
         (out,) = join([super().forward(mine, seen, token_ids=ids)], [0], tokens, twins)
         return out
 
