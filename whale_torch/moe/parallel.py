@@ -35,7 +35,9 @@ class _Chunk:
 
 
 _FEW_SOURCES = 4
-"""Up to here a product for every source and expert is cheaper than sorting rows by expert."""
+_MANY_ROWS = 384
+"""Up to so many sources, and from so many rows of a source for an expert on (a mean), products for each source and
+expert are no slower than to sort rows by expert first."""
 
 
 class SplitMoELayer(SplitModule, MoELayer):
@@ -141,7 +143,8 @@ class SplitMoELayer(SplitModule, MoELayer):
         """Experts on rows that lie source by source, and expert by expert for each: lengths [source, expert]."""
         if not self._width:
             return self.experts.without(rows)
-        if self.experts.takes_blocks and len(lengths) <= _FEW_SOURCES:
+        many = len(rows) >= _MANY_ROWS * lengths.numel()
+        if self.experts.takes_blocks and len(lengths) <= _FEW_SOURCES and many:
             ends = lengths.flatten().cumsum(0).view(lengths.shape).tolist()
             counts = lengths.tolist()
             blocks = [
