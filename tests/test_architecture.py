@@ -66,7 +66,7 @@ PRIVATE_TORCH = {
     "torch._C._are_functorch_transforms_active": {"strategies"},
     # Which backward runs: what one left behind when an error ended it belongs to no other, and a forward inside one
     # is a checkpoint's second.
-    "torch._C._current_graph_task_id": {"strategies", "moe"},
+    "torch._C._current_graph_task_id": {"comm", "strategies", "moe"},
     # Where F.cross_entropy and F.nll_loss go; every public way to see them costs Python at each other operation.
     "torch._C._nn": {"comm"},
     # What repr shows: subclasses are meant to override it.

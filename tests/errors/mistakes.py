@@ -1502,3 +1502,34 @@ def gate_of_another_layer(rank: int, n: int) -> None:
 def narrow_shared_expert(rank: int, n: int) -> None:
     """What it makes is added to what the experts make."""
     moe.MoELayer(4, num_experts=8, shared=nn.Linear(4, 1))(torch.ones(3, 4))
+
+
+@mistake(
+    E,
+    "torch's GradScaler over a loss of balance",
+    wh.PlanError,
+    r"multiplied the loss by 1024, and the gradient of the auxiliary loss of a MoELayer was multiplied by 1\.",
+)
+def unscaled_balance(rank: int, n: int) -> None:
+    """The loss of balance adds its gradient by itself, and cannot know of a scaler that is not wh.GradScaler."""
+    model = moe.MoELayer(4, num_experts=2)
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    scaler.step(optimizer)
+
+
+@mistake(
+    E,
+    "A loss of balance added inside the model",
+    wh.LossError,
+    r"aux_loss\(added=True\) inside the forward of Inside, whose outputs are weighed by rows",
+    ranks=2,
+)
+def balance_inside(rank: int, n: int) -> None:
+    """There it would be weighed as the rank's rows are, and it is of the tokens of all ranks."""
+
+    class Inside(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).mean() + moe.aux_loss(self, added=True)
+
+    wh.parallelize(Inside(moe.MoELayer(4, num_experts=2)))(torch.ones(2, 4))

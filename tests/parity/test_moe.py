@@ -45,6 +45,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "prototypes": {"num_experts": 6, "top_k": 3, "gate": "prototypes", "importance_coef": 0.1},
     "sigmoid": {"num_experts": 7, "top_k": 3, "gate": "sigmoid"},
     "biased": {"num_experts": 4, "top_k": 2, "gate": lambda: moe.TopK(DIM, 4, 2, score="sigmoid", bias_rate=0.3)},
+    "groups": {
+        "num_experts": 8,
+        "gate": lambda: moe.TopK(DIM, 8, 3, score="sigmoid", bias_rate=0.3, num_groups=4, top_groups=2),
+    },
+    "first choices": {"num_experts": 4, "aux_loss_of": "first", "capacity": [3, 9, 2, 20]},
     "own": {
         "num_experts": 4,
         "top_k": 2,
@@ -52,6 +57,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "capacity": {"num_experts": 4, "top_k": 2, "capacity_factor": 0.6, "min_capacity": 1, "renormalize": "after"},
     "priority": {"num_experts": 4, "top_k": 2, "capacity_factor": 0.5, "min_capacity": 1, "drop": "priority"},
+    "expert choice": {"num_experts": 5, "gate": lambda: moe.ExpertChoice(DIM, 5, capacity_factor=1.3)},
     "one expert": {"num_experts": 1, "top_k": 1},
     "in slices": {"num_experts": 3, "top_k": 2, "slices": 2},
     "gated slices through gloo": {"num_experts": 2, "top_k": 1, "slices": 3, "gated": True, "node_memory": False},
@@ -110,6 +116,15 @@ def test_experts_on_ranks_are_one_process(name: str, n: int, layout: str, counts
         n = 3  # with a rank that 2 do not divide there is no such split
         layout = "all"
     for *errors, rows in world(n, _trained, name, layout, counts):
+        assert max(errors) < BAR, (errors, rows)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 2, 0], [1, 0, 0, 0], [2, 5, 1, 4]], ids=str)
+@pytest.mark.parametrize("layout", SPLITS)
+@pytest.mark.matrix(keep=1)
+def test_experts_choose_among_the_tokens_of_all_ranks(layout: str, counts: list[int]) -> None:
+    """Also where some ranks have none, and a rank's best tokens are all that an expert takes."""
+    for *errors, rows in world(4, _trained, "expert choice", layout, counts):
         assert max(errors) < BAR, (errors, rows)
 
 

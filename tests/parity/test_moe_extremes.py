@@ -42,8 +42,9 @@ EXPERTS: dict[str, Any] = {
 
 
 def _in_experts(**options: Any) -> Any:
+    built = {} if "expert" in options else {"hidden": 3}
     with wh.split():
-        layer = moe.MoELayer(DIM, **({"num_experts": 3, "top_k": 2, "hidden": 3} | options))
+        layer = moe.MoELayer(DIM, **({"num_experts": 3, "top_k": 2} | built | options))
     return nn.Sequential(layer)
 
 

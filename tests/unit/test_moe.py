@@ -108,9 +108,23 @@ def test_prototypes() -> None:
 def test_expert_choice_takes_the_best_tokens_of_each_expert() -> None:
     gate = moe.ExpertChoice(4, 4, capacity_factor=1.6)
     gate.logits = lambda x: TABLE.log()  # type: ignore[method-assign]
-    experts = gate(torch.zeros(5, 4)).experts
-    chosen = [sorted((experts[:, e] >= 0).nonzero().flatten().tolist()) for e in range(4)]
-    assert chosen == [[0, 1], [1, 4], [2, 3], [2, 3]]
+    routing = gate(torch.zeros(5, 4))
+    assert routing.experts.tolist() == [[0, -1], [0, 1], [2, 3], [2, 3], [1, -1]]
+    expected = torch.tensor([[0.6, 0], [0.55, 0.35], [0.3, 0.1], [0.2, 0.1], [0.7, 0]])
+    torch.testing.assert_close(routing.weights, expected)
+
+
+def test_experts_choose_first_tokens_of_equals_and_no_padding() -> None:
+    gate = moe.ExpertChoice(3, 4, capacity_factor=2.0)
+    mask = torch.tensor([False, True, True, False, True, True, True])
+    x = torch.zeros(7, 3)
+    assert gate(x, mask).experts.ge(0).all(1).tolist() == [False, True, True, False, True, False, False]
+    x[1] = x[0] = float("nan")
+    routing = gate(x, mask)
+    assert routing.experts[[2, 4, 5]].tolist() == [[0, 1, 2, 3]] * 3 and routing.experts[[0, 1, 3, 6]].eq(-1).all()
+    assert not routing.weights.isnan().any()
+    none = gate(x, torch.zeros(7, dtype=torch.bool))
+    assert none.experts.tolist() == [[-1]] * 7
 
 
 def test_hash() -> None:

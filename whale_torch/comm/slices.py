@@ -6,7 +6,9 @@ the mean over the ranks of what each slice gives a parameter is the whole gradie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,9 +17,27 @@ from torch import Tensor
 from whale_torch.comm.collectives import all_gather_rows, all_reduce
 from whale_torch.mesh import Group
 
-__all__ = ["join", "part_of", "parts_of", "take"]
+__all__ = ["join", "part_of", "parts_of", "ranks_run_whole", "run_whole", "take"]
 
 Dims = Sequence[int | None]
+
+
+_WHOLE: ContextVar[int] = ContextVar("ranks_run_whole", default=1)
+
+
+@contextlib.contextmanager
+def run_whole(ranks: int) -> Iterator[None]:
+    """What runs inside runs on the same rows on so many ranks, as there are too few rows for slices."""
+    token = _WHOLE.set(ranks)
+    try:
+        yield
+    finally:
+        _WHOLE.reset(token)
+
+
+def ranks_run_whole() -> int:
+    """How many ranks run this forward on the same rows, where they would run slices of more."""
+    return _WHOLE.get()
 
 
 def parts_of(rows: int, number: int) -> list[int]:

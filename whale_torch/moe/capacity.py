@@ -42,6 +42,10 @@ class Capacity:
                 fix='min_capacity counts routes; drop is "position" or "priority"',
             )
 
+    def drops(self, *, training: bool) -> bool:
+        """Whether there is one."""
+        return self.each is not None or (self.factor if training else self.eval_factor) is not None
+
     def of(self, tokens: int, top_k: int, num_experts: int, *, training: bool) -> list[int] | None:
         """Routes of each expert, None where nothing is dropped."""
         if self.each is not None:
@@ -61,15 +65,22 @@ def drop(routing: Routing, limits: list[int], of_all: Callable[[Tensor], tuple[T
     """
     experts, here = of_all(routing.experts)
     order = None
-    if by == "priority":
-        surest = routing.weights.detach().amax(1)
-        order = of_all(surest)[0].argsort(descending=True, stable=True)
+    if by == "priority" or routing.priority is not None:
+        order = of_all(_priority(routing))[0].argsort(descending=True, stable=True)
     capacity = torch.tensor(limits, dtype=torch.int64, device=experts.device)
     positions, _, _ = ops.moe_positions(experts, len(limits), capacity=capacity, order=order)
-    kept = positions[here] >= 0
+    kept = positions[here, : routing.experts.shape[1]] >= 0
     return replace(routing, experts=torch.where(kept, routing.experts, -1), weights=routing.weights.where(kept, 0.0))
 
 
-def without_dropped(routing: Routing) -> Routing:
-    """Weights that sum to 1 over what was kept."""
-    return replace(routing, weights=renormalized(routing.weights))
+def _priority(routing: Routing) -> Tensor:
+    """[T]: what the gate says, else the largest probability that it gives an expert; NaN is below everything."""
+    priority = routing.priority
+    if priority is None:
+        priority = (routing.weights if routing.probs is None else routing.probs).amax(1)
+    return priority.detach().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+def without_dropped(routing: Routing, scale: float = 1.0) -> Routing:
+    """Weights that sum to `scale` over what was kept."""
+    return replace(routing, weights=renormalized(routing.weights) * scale)

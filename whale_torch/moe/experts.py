@@ -32,6 +32,11 @@ class Experts(nn.Module):
     takes_blocks: ClassVar[bool] = False
     """Whether `on_blocks` runs experts on rows that lie anywhere."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers in training."""
+        return False
+
     def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         """Each expert on its rows: x [sum(rows), dim], those of the first expert first -> the same number of rows."""
         raise NotImplementedError
@@ -125,6 +130,9 @@ class FeedForward(Experts):
         return f"{self.num_experts} x ({self.dim}, {self.hidden}), {self.activation}{gated}"
 
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 class Stacked(Experts):
     """Experts of a module of yours: of every parameter those of all experts in one tensor, under the name with "." as
     "__".
@@ -152,6 +160,10 @@ class Stacked(Experts):
             self.register_parameter(self._names[name], nn.Parameter(whole, requires_grad=p.requires_grad))
 
     template: nn.Module
+
+    @property
+    def draws(self) -> bool:
+        return any(isinstance(module, _DROPOUTS) for module in self.template.modules())
 
     def reset_parameters(self) -> None:
         """As the modules that were stacked initialise themselves."""

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 
 from whale_torch import ops
 from whale_torch.errors import LayoutError, PlanError
+from whale_torch.moe.everyone import ALONE, Everyone
+from whale_torch.moe.groups import route_within_groups
 from whale_torch.moe.routing import LEAST, Renormalize, Routing, renormalized
 
-__all__ = ["ExpertChoice", "Gate", "Hash", "Prototypes", "TopK", "gate_of"]
+__all__ = ["Gate", "Hash", "LinearGate", "Prototypes", "TopK", "gate_of"]
 
 
 class Gate(nn.Module):
@@ -23,6 +25,10 @@ class Gate(nn.Module):
     num_experts: of the layer. top_k: routes of a token. renormalize: "after": once routes were dropped for want of
     capacity, the weights of the others are made to sum to 1.
     """
+
+    scale: float = 1.0
+    has_first = True
+    """Whether the first of a token's experts is its best."""
 
     def __init__(self, num_experts: int, top_k: int, *, renormalize: Renormalize = "none"):
         super().__init__()
@@ -52,17 +58,22 @@ class Gate(nn.Module):
         """The routes of tokens [T, dim]; mask [T]: which are no padding."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
-        """As `route`, without routes of padding, which may hold anything, NaN too."""
-        found = self.route(x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0.0), mask)
+    def route_among(self, x: Tensor, mask: Tensor | None, everyone: Everyone) -> Routing:
+        """As `route`; for a gate that asks the other ranks of the layer, which all call it at once."""
+        return self.route(x, mask)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, everyone: Everyone = ALONE) -> Routing:
+        """As `route_among`, without routes of padding, which may hold anything, NaN too."""
+        found = self.route_among(x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0.0), mask, everyone)
         if not isinstance(found, Routing):
             raise LayoutError(
                 f"route() of {type(self).__name__} gives a {type(found).__name__}.",
                 fix="whale_torch.moe.Routing(experts, weights)",
             )
+        found = found.masked()
         if self.renormalize == "before":
             found = replace(found, weights=renormalized(found.weights))
-        return found.masked()
+        return found if self.scale == 1.0 else replace(found, weights=found.weights * self.scale)
 
     @property
     def follows_load(self) -> bool:
@@ -73,7 +84,7 @@ class Gate(nn.Module):
         """Told after a step of an optimizer how many tokens of all ranks chose each expert since the last, [E]."""
 
 
-class _Linear(Gate):
+class LinearGate(Gate):
     """Scores are a linear function of tokens, without a bias.
 
     jitter: in training tokens are multiplied by uniform numbers in [1 - jitter, 1 + jitter] before (Switch, 2.2).
@@ -109,12 +120,15 @@ class _Linear(Gate):
         return f"{self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, renormalize={self.renormalize!r}"
 
 
-class TopK(_Linear):
+class TopK(LinearGate):
     """The k experts of the largest scores: softmax (top_k=1: Switch, 2.1; 2: GShard, 2.2), or sigmoid.
 
     second: of a top-2 gate, "random" keeps the second expert with probability min(1, 2 * its score) in training
     (GShard, algorithm 1). bias_rate: how far the bias of an expert moves in a step towards an even load; the bias takes
-    part in the choice only (DeepSeek-V3, 2.1.2). Ties go to the lowest expert; NaN is below everything.
+    part in the choice only (DeepSeek-V3, 2.1.2). num_groups, top_groups: experts are so many equal blocks, and a token
+    chooses in the best so many of them: those of the best expert, or with score="sigmoid" of the largest sum of the two
+    best; group_best=1 or 2 says which (DeepSeek-V2, 2.1.2, and V3). scale: what weights are multiplied by in the end.
+    Ties go to the lowest expert; NaN is below everything.
     """
 
     def __init__(
@@ -128,6 +142,10 @@ class TopK(_Linear):
         jitter: float = 0.0,
         second: Literal["all", "random"] = "all",
         bias_rate: float = 0.0,
+        num_groups: int = 1,
+        top_groups: int | None = None,
+        group_best: int | None = None,
+        scale: float = 1.0,
     ):
         default: Renormalize = "before" if top_k > 1 else "none"
         super().__init__(
@@ -139,9 +157,28 @@ class TopK(_Linear):
             raise PlanError(f"bias_rate is {bias_rate}.", fix="0 for no bias, or a small positive number")
         if second not in ("all", "random") or (second == "random" and top_k != 2):
             raise PlanError(f"second={second!r} with top_k={top_k}.", fix='second="random" is for top_k=2')
-        self.score, self.second, self.bias_rate = score, second, bias_rate
+        self.score, self.second, self.bias_rate, self.scale = score, second, bias_rate, scale
+        self.num_groups, self.top_groups = num_groups, num_groups if top_groups is None else top_groups
+        self.group_best = (2 if score == "sigmoid" else 1) if group_best is None else group_best
+        self._check_groups()
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
+
+    def _check_groups(self) -> None:
+        if self.num_groups < 1 or self.num_experts % self.num_groups:
+            raise PlanError(
+                f"{self.num_experts} experts are no {self.num_groups} equal groups.",
+                fix="a number of groups that divides that of experts",
+            )
+        width = self.num_experts // self.num_groups
+        if not 1 <= self.top_groups <= self.num_groups or self.top_groups * width < self.top_k:
+            raise PlanError(
+                f"top_groups is {self.top_groups}: of {self.num_groups} groups of {width} experts, of which a token "
+                f"takes {self.top_k}.",
+                fix="groups that are there, and have top_k experts together",
+            )
+        if self.group_best not in (1, 2):
+            raise PlanError(f"group_best is {self.group_best}.", fix="1: the best expert; 2: the sum of the two best")
 
     @property
     def draws(self) -> bool:
@@ -149,7 +186,7 @@ class TopK(_Linear):
 
     def route(self, x: Tensor, mask: Tensor | None) -> Routing:
         logits = self.logits(x)
-        scores, experts, probs = ops.moe_route(logits, self.top_k, score=self.score, bias=self.bias)
+        scores, experts, probs = self._routes(logits)
         if self.second == "random" and self.training:
             keep = torch.rand_like(scores[:, 1]) < 2 * scores[:, 1].detach()
             experts = torch.stack((experts[:, 0], torch.where(keep, experts[:, 1], -1)), 1)
@@ -157,6 +194,12 @@ class TopK(_Linear):
         if self.score == "sigmoid":
             probs = probs / probs.sum(1, keepdim=True).clamp(min=LEAST)
         return Routing(experts, scores, logits, probs, mask)
+
+    def _routes(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.top_groups == self.num_groups:
+            return ops.moe_route(logits, self.top_k, score=self.score, bias=self.bias)
+        groups = {"num_groups": self.num_groups, "top_groups": self.top_groups, "best": self.group_best}
+        return route_within_groups(logits, self.top_k, score=self.score, bias=self.bias, **groups)
 
     @property
     def follows_load(self) -> bool:
@@ -169,11 +212,13 @@ class TopK(_Linear):
             self.bias += self.bias_rate * (load.mean() - load).sign()
 
 
-class Prototypes(_Linear):
+class Prototypes(LinearGate):
     """k groups of top-1: experts are `top_k` equal blocks, a token takes the best of each, by a softmax over the block.
 
     M6-T (arXiv 2105.15082, 3.3).
     """
+
+    has_first = False
 
     def __init__(self, dim: int, num_experts: int, top_k: int = 2, *, jitter: float = 0.0):
         super().__init__(dim, num_experts, top_k, jitter=jitter)
@@ -186,31 +231,6 @@ class Prototypes(_Linear):
         logits = self.logits(x)
         scores, experts, probs = ops.moe_route(logits, self.top_k, groups=self.top_k)
         return Routing(experts, scores, logits, probs, mask)
-
-
-class ExpertChoice(_Linear):
-    """Each expert takes the tokens of its own rank that score highest, capacity_factor * T / E of them (arXiv
-    2202.09368, 3.2). A token may have none or many; what one is given depends on the others of its batch, and so on how
-    many ranks share the batch out. top_k is how many a token has on average."""
-
-    compiles = False
-
-    def __init__(self, dim: int, num_experts: int, *, capacity_factor: float = 2.0):
-        if not 0 < capacity_factor < math.inf:
-            raise PlanError(f"capacity_factor is {capacity_factor}.", fix="a positive number: experts of a token")
-        super().__init__(dim, num_experts, min(num_experts, max(1, round(capacity_factor))))
-        self.capacity_factor = capacity_factor
-
-    def route(self, x: Tensor, mask: Tensor | None) -> Routing:
-        logits = self.logits(x)
-        probs = logits.softmax(1)
-        seen = probs if mask is None else probs.masked_fill(~mask.unsqueeze(1), -1.0)
-        tokens = len(x) if mask is None else int(mask.sum())
-        number = min(tokens, round(tokens * self.capacity_factor / self.num_experts + 0.5 - 1e-9))
-        ranks = seen.detach().argsort(dim=0, descending=True, stable=True).argsort(0)
-        numbers = torch.arange(self.num_experts, dtype=torch.int32, device=x.device)
-        experts = torch.where(ranks < number, numbers, -1)
-        return Routing(experts, torch.where(experts >= 0, probs, 0.0), logits, None, mask)
 
 
 class Hash(Gate):
@@ -231,7 +251,9 @@ class Hash(Gate):
         )
 
     def of_ids(self, ids: Tensor, mask: Tensor | None) -> Routing:
-        """The routes of tokens with these ids [T]."""
+        """The routes of tokens with these ids [T]; those of padding may be any."""
+        if mask is not None:
+            ids = ids.masked_fill(~mask, 0)
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.table):
             raise PlanError(
                 f"token ids are {int(ids.min())} to {int(ids.max())}, the table has {len(self.table)} rows.",

@@ -22,7 +22,7 @@ from whale_torch.moe.dense import name_of
 from whale_torch.moe.experts import Experts
 from whale_torch.moe.feed_forward import Block, Stacks, feed_forward
 from whale_torch.moe.gates import Gate
-from whale_torch.moe.layer import MoELayer
+from whale_torch.moe.layer import MoELayer, rows_of_tokens
 from whale_torch.moe.parallel import SplitMoELayer
 from whale_torch.moe.routing import Routing
 from whale_torch.planning.rules import register_rule, replicated
@@ -104,6 +104,7 @@ class RoutedExperts(Replacement, MoELayer):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:  # type: ignore[override]
         if hidden_states.is_meta:
             return self.as_recorded(hidden_states, top_k_index, top_k_weights)
+        hidden_states = rows_of_tokens(hidden_states)
         return self._chosen(hidden_states, top_k_index, top_k_weights)
 
     def _chosen(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -221,6 +222,7 @@ class SplitRoutedExperts(SplitMoELayer):
             self._count_bytes(hidden_states)
             recorded: Tensor = layer.as_recorded(hidden_states, top_k_index, top_k_weights)
             return recorded
+        hidden_states = rows_of_tokens(hidden_states)
         if twins.size == 1:
             out: Tensor = layer._chosen(hidden_states, top_k_index, top_k_weights)
             return out

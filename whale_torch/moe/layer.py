@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,20 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch import ops
-from whale_torch.comm.collectives import all_gather_rows, gather_equal
+from whale_torch.comm.added_loss import AddedLoss
+from whale_torch.comm.columns import Columns
+from whale_torch.comm.slices import ranks_run_whole
 from whale_torch.errors import LayoutError, PlanError
 from whale_torch.mesh import Group
 from whale_torch.moe.balance import Coefficients, add_losses
 from whale_torch.moe.bias import note_choices
 from whale_torch.moe.capacity import Capacity, drop, without_dropped
 from whale_torch.moe.dispatch import combine, permute
+from whale_torch.moe.everyone import Everyone
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.gates import Gate, Hash, gate_of
 from whale_torch.moe.routing import Renormalize, Routing
 from whale_torch.moe.tally import Load, Tally
+from whale_torch.moe.unscaled import watch_scale
 from whale_torch.trace.tweaks import register_tweak
 
-__all__ = ["MoELayer", "OnRanks", "aux_loss"]
+__all__ = ["MoELayer", "OnRanks", "rows_of_tokens"]
 
 
 class OnRanks:
@@ -40,9 +44,6 @@ class OnRanks:
         return OnRanks, ()
 
 
-_TOGETHER = "tokens of a layer of experts (the model is called on every rank)"
-
-
 class MoELayer(nn.Module):
     """y[t] = sum over the chosen experts e of token t of weight[t, e] * expert_e(x[t]); what is dropped adds nothing.
 
@@ -55,13 +56,16 @@ class MoELayer(nn.Module):
     yours, a module from [n, dim] to [n, dim]; or an Experts; by default two linear layers with an activation, three
     where gated, which `slices` cuts along hidden into so many parts (a split inside each expert): under wh.split() they
     may lie on different ranks.
-    capacity_factor, eval_capacity_factor, min_capacity, drop: of Capacity; by default nothing is dropped.
+    capacity_factor, eval_capacity_factor, min_capacity, drop: of Capacity; by default nothing is dropped. capacity:
+    each expert's own number of routes, in their place.
     renormalize: weights of a token's experts are made to sum to 1: "before" or "after" routes are dropped, or "none";
     by default "before" for top_k > 1. jitter: of the gate.
     aux_loss_coef, z_loss_coef, importance_coef: of the losses in Coefficients, whose gradient is added at the gate:
-    there is nothing to add to the loss. It is as large as that of a loss which is added to the model's, scaled as
-    wh.GradScaler(model) scales that; what else a loop multiplies its loss by (1 / k for k calls before a step) goes
-    into `layer.loss_factor`. shared: a module that every token runs through, added to the experts' sum.
+    there is nothing to add to the loss. aux_loss_of: whether the first of them is of all routes of a token or, as
+    GShard's, of its first one. The gradient is as large as that of a loss which is added to the model's, scaled as
+    wh.GradScaler(model) scales that; a loop that does more to its loss adds aux_loss(model, added=True) to it, or says
+    in `layer.loss_factor` what it multiplies by (1 / k for k calls before a step). shared: a module that every token
+    runs through, added to the experts' sum.
     wire_dtype: what tokens are cast to while they travel between ranks. node_memory: whether ranks of one host exchange
     them through memory that they share. chunks: parts of the tokens, of which one travels while experts run on another:
     for links that are slow beside the experts.
@@ -87,7 +91,9 @@ class MoELayer(nn.Module):
         eval_capacity_factor: float | None = None,
         min_capacity: int = 4,
         drop: Literal["position", "priority"] = "position",
+        capacity: Sequence[int] | None = None,
         aux_loss_coef: float = 0.01,
+        aux_loss_of: Literal["routes", "first"] = "routes",
         z_loss_coef: float = 0.0,
         importance_coef: float = 0.0,
         shared: nn.Module | None = None,
@@ -118,8 +124,18 @@ class MoELayer(nn.Module):
             )
         else:
             self.experts = _experts(expert, self.num_experts)
-        self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop)
-        self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef)
+        each = None if capacity is None else tuple(capacity)
+        if each is not None and (len(each) != self.num_experts or min(each) < 0):
+            raise PlanError(
+                f"capacity is {list(each)}.", fix=f"a number of routes for each of {self.num_experts} experts"
+            )
+        self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop, each)
+        if aux_loss_of not in ("routes", "first") or (aux_loss_of == "first" and not self.gate.has_first):
+            raise PlanError(
+                f'aux_loss_of="{aux_loss_of}" with a {type(self.gate).__name__} gate.',
+                fix='"routes"; "first" where the gate gives the experts of a token in falling order',
+            )
+        self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef, of_first=aux_loss_of == "first")
         self.shared = shared
         if not isinstance(chunks, int) or chunks < 1:
             raise PlanError(f"chunks is {chunks}.", fix="1, or as many parts as travel beside each other")
@@ -129,6 +145,7 @@ class MoELayer(nn.Module):
         self.loss_factor = 1.0
         self.load: Load | None = None
         self.tally: Tally | None = None  # where somebody watches
+        self._added_loss = AddedLoss()
         self._on_ranks = OnRanks()
 
     @property
@@ -143,11 +160,12 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         if x.is_meta:
             return self.as_recorded(x, mask, token_ids=token_ids)
+        x = rows_of_tokens(x)
         self._check(x, mask, token_ids)
         flat = x.reshape(-1, self.dim)
         seen = None if mask is None else mask.reshape(-1)
         ids = None if token_ids is None else token_ids.reshape(-1)
-        if self.gate.compiles:
+        if self.gate.compiles and not _asks(self.gate):
             out = self._between_graphs(self._routed, flat, self._route(flat, seen, ids))
         else:
             out = self._between_graphs(self._gated, flat, seen, ids)
@@ -213,24 +231,39 @@ class MoELayer(nn.Module):
     def _route(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Routing:
         if isinstance(self.gate, Hash) and token_ids is not None:
             return self.gate.of_ids(token_ids, mask)
-        found: Routing = self.gate(x, mask)
+        found: Routing = self.gate(x, mask, Everyone(self._ranks)) if _asks(self.gate) else self.gate(x, mask)
         return found
 
     def _gated(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> Tensor:
+        self._check_rows()
         return self._routed(x, self._route(x, mask, token_ids))
+
+    def _check_rows(self) -> None:
+        ranks = ranks_run_whole()
+        if ranks > 1 and (_asks(self.gate) or self.capacity.drops(training=self.training)):
+            raise LayoutError(
+                f"a micro-batch of fewer samples than the {ranks} ranks of a replica inside a stage: each would "
+                "count its tokens for the capacity of experts.",
+                fix=f"micro-batches of {ranks} samples or more; or the layer outside of that wh.replica()",
+            )
 
     def _routed(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts give tokens [T, dim]."""
+        self._check_rows()
+        everyone = Everyone(self._ranks)
         counts = _counts(routing.experts, self.num_experts)
+        balanced = _counts(routing.experts[:, :1], self.num_experts) if self.losses.of_first else counts
         loss = torch.zeros((), device=x.device)
         weights = routing.weights
-        routing = self._dropped(routing)
-        if self.losses.any() and routing.logits is not None and torch.is_grad_enabled() and self.training:
-            number = 1 if self._ranks is None else self._ranks.size
-            weights, loss = add_losses(routing, counts, self.losses, self._total, number, self.loss_factor)
+        routing = self._dropped(routing, everyone)
+        if self.losses.any() and routing.logits is not None and self.training:  # without grad too: a checkpoint's first
+            part = self._added_loss.part()
+            multiplier = self._added_loss.multiplier(part, self.loss_factor)
+            watch_scale(self, self._added_loss)
+            weights, loss = add_losses(routing, balanced, self.losses, everyone.total, everyone.size, part, multiplier)
             routing = replace(routing, weights=weights)
         if self.gate.follows_load and torch.is_grad_enabled() and self.training:
-            weights = note_choices(self.gate, routing.weights, counts, self._total)
+            weights = note_choices(self.gate, routing.weights, counts, everyone.total)
             routing = replace(routing, weights=weights)
         slices = self.experts.slices
         out, kept = self._through_experts(x, routing.sliced(slices))
@@ -255,33 +288,21 @@ class MoELayer(nn.Module):
                 fix=f"experts from [n, {self.dim}] to [n, {self.dim}]",
             )
 
-    def _dropped(self, routing: Routing) -> Routing:
+    def _dropped(self, routing: Routing, everyone: Everyone) -> Routing:
         limits = None
-        if (
-            self.capacity.each is not None
-            or (self.capacity.factor if self.training else self.capacity.eval_factor) is not None
-        ):
+        if self.capacity.drops(training=self.training):
             tokens = len(routing.experts) if routing.mask is None else routing.mask.sum()
             mine = torch.as_tensor(tokens, dtype=torch.float64).view(1)
-            number = int(self._total(mine).item())
+            number = int(everyone.total(mine).item())
             limits = self.capacity.of(number, self.top_k, self.num_experts, training=self.training)
         if limits is not None:
-            routing = drop(routing, limits, self._of_all, self.capacity.order)
-        return without_dropped(routing) if self.gate.renormalize == "after" else routing
+            routing = drop(routing, limits, everyone.joined, self.capacity.order)
+        return without_dropped(routing, self.gate.scale) if self.gate.renormalize == "after" else routing
 
-    def _total(self, x: Tensor) -> Tensor:
-        """The sum over all ranks that run the layer."""
-        if self._ranks is None or self._ranks.size == 1:
-            return x
-        return gather_equal(x, self._ranks, name=_TOGETHER).sum(0)
 
-    def _of_all(self, x: Tensor) -> tuple[Tensor, slice]:
-        if self._ranks is None or self._ranks.size == 1:
-            return x, slice(0, len(x))
-        sizes = gather_equal(torch.tensor([len(x)]), self._ranks, name=_TOGETHER).flatten().tolist()
-        start = sum(sizes[: self._ranks.index])
-        whole = all_gather_rows(x.contiguous(), sizes, self._ranks, name=_TOGETHER)
-        return whole, slice(start, start + len(x))
+def rows_of_tokens(x: Tensor) -> Tensor:
+    """Tokens with all their features, where a split gave each rank some of them."""
+    return x.implicit_rows("a layer of experts") if isinstance(x, Columns) else x
 
 
 @functools.cache
@@ -303,14 +324,9 @@ def _record(module: nn.Module) -> None:
         module.__dict__["forward"] = module.as_recorded
 
 
-def aux_loss(model: nn.Module) -> Tensor:
-    """The sum of the auxiliary losses of all MoE layers of a model in their last calls: for the log.
-
-    Their gradient is added at the gates already; adding this to the loss changes nothing but the number shown. In a
-    pipeline it is of the last micro-batch, and of this rank's stages: wh.moe.load(model) tells of all.
-    """
-    found = [m.load.loss for m in model.modules() if isinstance(m, MoELayer) and m.load is not None]
-    return torch.stack(found).sum() if found else torch.zeros(())
+def _asks(gate: Gate) -> bool:
+    """Whether a gate asks the other ranks."""
+    return type(gate).route_among is not Gate.route_among
 
 
 def _counts(experts: Tensor, num_experts: int) -> Tensor:

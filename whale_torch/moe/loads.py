@@ -143,9 +143,12 @@ def _ranks(layers: Iterable[MoELayer]) -> tuple[Group | None, Plan | None]:
 
 def _times(layer: MoELayer, plan: Plan | None, name: str) -> int:
     """How many ranks count each token of a layer: those that are fed the same and do not share the work."""
-    if plan is None or isinstance(layer, SplitMoELayer) or plan.taskgraph_of(name).inner_replica is not None:
+    if plan is None:
         return 1
-    return plan.feed_size
+    if isinstance(layer, SplitMoELayer):
+        device = plan.device(plan.taskgraph_of(layer._cut.module).device)
+        return device.feed_size // device.num_twins
+    return plan.feed_size if plan.taskgraph_of(name).inner_replica is None else 1
 
 
 def _summed(mine: Tensor, group: Group | None) -> Tensor:

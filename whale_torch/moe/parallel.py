@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from whale_torch import ops
 from whale_torch.comm.all2all import AllToAll
+from whale_torch.comm.local_random import LocalRandom
 from whale_torch.comm.shared_rows import SharedRows
 from whale_torch.comm.slices import join, part_of, parts_of, take
 from whale_torch.comm.splits import Splits
@@ -16,9 +18,10 @@ from whale_torch.mesh import Mesh
 from whale_torch.moe.alike import check_alike, form_of
 from whale_torch.moe.dispatch import combine, permute
 from whale_torch.moe.experts import FeedForward
-from whale_torch.moe.layer import MoELayer, OnRanks
+from whale_torch.moe.layer import MoELayer, OnRanks, rows_of_tokens
 from whale_torch.moe.routing import Routing
 from whale_torch.moe.through_memory import through_memory
+from whale_torch.planning.placement import Blocks
 from whale_torch.planning.plan import Plan
 from whale_torch.strategies.split_rules import SplitModule, register_class
 
@@ -59,6 +62,7 @@ class SplitMoELayer(SplitModule, MoELayer):
             return self.as_recorded(x, mask, token_ids=token_ids)
         if twins.size == 1:
             return super().forward(x, mask, token_ids=token_ids)
+        x = rows_of_tokens(x)
         self._check(x, mask, token_ids)
         flat = [None if of is None else of.reshape(-1, *of.shape[x.dim() - 1 :]) for of in (x, mask, token_ids)]
         return self._between_graphs(self._of_slice, *flat).view(x.shape)
@@ -68,7 +72,10 @@ class SplitMoELayer(SplitModule, MoELayer):
         twins, tokens = self._region.twins, len(x)
         (mine,) = take([x], [0], tokens, twins)
         seen, ids = (None if of is None else of[part_of(tokens, twins)] for of in (mask, token_ids))
-        (out,) = join([super().forward(mine, seen, token_ids=ids)], [0], tokens, twins)
+        draws = self.training and (self.gate.draws or self.experts.draws)  # of slices of different sizes
+        with LocalRandom(twins.rank, x.device) if draws else contextlib.nullcontext():
+            routed = super().forward(mine, seen, token_ids=ids)
+        (out,) = join([routed], [0], tokens, twins)
         return out
 
     def _count_bytes(self, x: Tensor) -> None:
@@ -163,20 +170,28 @@ def attach_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> bool:
 
     Called on all ranks, after parameters were cut.
     """
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     exchanges: dict[tuple[str, bool], AllToAll] = {}
-    for layer in layers:
-        ranks = mesh.group("ranks of a layer of experts", plan.device("replica").copies, channel="loads of experts")
+    for name, layer in layers.items():
+        ranks = mesh.group("ranks of a layer of experts", _run_by(layer, name, plan), channel="loads of experts")
         layer.__dict__["_on_ranks"] = OnRanks(ranks)
         if isinstance(layer, SplitMoELayer):
             device = plan.device(plan.taskgraph_of(layer._cut.module).device)
             key = device.name, layer.node_memory
             if key not in exchanges:
-                name = f"{device.name} experts"
-                exchanges[key] = AllToAll(mesh, name, device.columns, channel="experts", shared=layer.node_memory)
+                whose = f"{device.name} experts"
+                exchanges[key] = AllToAll(mesh, whose, device.columns, channel="experts", shared=layer.node_memory)
             layer.__dict__["_rows"] = exchanges[key]
             layer.experts.first = sum(layer._cut.widths[: layer._index])
     return bool(layers)
+
+
+def _run_by(layer: MoELayer, name: str, plan: Plan) -> Blocks:
+    """The ranks that bring a layer tokens of their own; of those fed alike that do not share the work, one."""
+    if isinstance(layer, SplitMoELayer):
+        return plan.device(plan.taskgraph_of(layer._cut.module).device).all_rows
+    whole = plan.device("replica")
+    return whole.all_rows if plan.taskgraph_of(name).inner_replica is None else whole.copies
 
 
 register_class("MoELayer", "experts", SplitMoELayer)

@@ -21,8 +21,8 @@ class Routing:
     """The routes of T tokens, k each.
 
     experts: int32 [T, k], -1 is no route. weights: [T, k]. logits, probs: [T, E], None where a gate has none; losses of
-    balance are made of them. mask: [T] bool, which tokens are no padding; None: all of them. order: int64 [T], which
-    tokens take their turn first where experts are full; None: as they stand.
+    balance are made of them. mask: [T] bool, which tokens are no padding; None: all of them. priority: [T], the tokens
+    of the largest take their turn first where experts are full; None: as the layer's `drop` says.
     """
 
     experts: Tensor
@@ -30,7 +30,7 @@ class Routing:
     logits: Tensor | None = None
     probs: Tensor | None = None
     mask: Tensor | None = None
-    order: Tensor | None = None
+    priority: Tensor | None = None
 
     def masked(self) -> Routing:
         """The same without routes of padding."""

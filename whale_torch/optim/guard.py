@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from whale_torch.comm.amp import stepping_scaler
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace, place_of
 from whale_torch.errors import CheckpointError, PlanError
@@ -29,7 +30,6 @@ __all__ = ["element_wise", "install"]
 Kind = TypeVar("Kind", bound=type[Optimizer])
 
 _ABSENT = "other stages"
-_FRAMES = 12  # how far up a GradScaler's step can be: torch's wrappers and a scheduler's
 
 
 def _step_of(kind: type[Optimizer]) -> Any:
@@ -202,22 +202,15 @@ def _take_parts(optimizer: Optimizer) -> None:
 def _check_scaler(optimizer: Optimizer) -> None:
     """Raises PlanError where torch's own GradScaler runs this step: it looks at this rank's gradients alone.
 
-    Ranks that found no overflow would step and the others not. It leaves no other trace than its frame.
+    Ranks that found no overflow would step and the others not.
     """
-    frame = inspect.currentframe()
-    for _ in range(_FRAMES):
-        frame = frame and frame.f_back
-        if frame is None:
-            return
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
-            scaler = frame.f_locals["self"]
-            if scaler.is_enabled() and type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_:
-                place = _cut_parameters(optimizer)[0][1]
-                where = f"is cut over {place.parts.size} ranks" if place.parts else "is one stage's of several ranks"
-                raise PlanError(
-                    f"{type(scaler).__name__} looks for overflow in this rank's gradients alone, but '{place.name}' "
-                    f"{where}: some would step and others not.",
-                    where=place.site,
-                    fix="scaler = wh.GradScaler(model)",
-                )
-            return
+    scaler = stepping_scaler()
+    if scaler is not None and type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_:
+        place = _cut_parameters(optimizer)[0][1]
+        where = f"is cut over {place.parts.size} ranks" if place.parts else "is one stage's of several ranks"
+        raise PlanError(
+            f"{type(scaler).__name__} looks for overflow in this rank's gradients alone, but '{place.name}' "
+            f"{where}: some would step and others not.",
+            where=place.site,
+            fix="scaler = wh.GradScaler(model)",
+        )

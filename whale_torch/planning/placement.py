@@ -82,6 +82,15 @@ class VirtualDevice:
         return self._in_each_place(_strided(self.ranks_of_a_place, self.size))
 
     @property
+    def all_rows(self) -> Blocks:
+        """Ranks of a place that run each row once together: of those fed alike, one block's, where they share it."""
+        number = self.feed_size // self.num_twins
+        blocks: list[list[int]] = [[] for _ in range(number)]
+        for index in range(self.ranks_of_a_place):
+            blocks[index % self.feed_size // self.num_twins].append(index)
+        return self._in_each_place(tuple(map(tuple, blocks)))
+
+    @property
     def pipelines(self) -> Blocks:
         """The ranks of each pipeline, in order of their places."""
         return tuple(

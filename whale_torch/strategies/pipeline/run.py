@@ -53,7 +53,8 @@ class Run:
         self._schedule, self._order = _ordered(plan.order(len(batches)), edges, self.program.mode, grad)
         self._seeds_of_outputs: list[list[Tensor] | None] = []
         self._open = set(runtime.stages)
-        self._scale = runtime.loss_scale()
+        self._scale = 1.0 if runtime.loss_scale is None else runtime.loss_scale()
+        scale = None if runtime.loss_scale is None else functools.partial(float, self._scale)
         self._sync = runtime.sync
         self._row = self._schedule.table[runtime.pipeline.index]
         self._last_backward = _last_backwards(self._row)
@@ -68,7 +69,7 @@ class Run:
             anchor=runtime.anchor,
             roots=self._roots(),
             store=self._store,
-            parts=[LossPart(share, lambda: self._scale) for share in shares],
+            parts=[LossPart(share, scale, delivered=self.program.loss is not None) for share in shares],
             ended=self._ended,
         )
 

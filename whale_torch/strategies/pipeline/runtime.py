@@ -76,7 +76,7 @@ class PipelineRuntime(Runtime):
         device = plan.device("replica")
         self.plan, self.mesh, self.regions, self.sync = plan, mesh, regions, True
         self.keeps = False  # whether parameters hold gradients that were not averaged
-        self.loss_scale: Callable[[], float] = lambda: 1.0
+        self.loss_scale: Callable[[], float] | None = None
         self.pipeline = mesh.group("a pipeline", device.pipelines)
         self.wires = mesh.group("a pipeline", device.pipelines, channel="stages")
         self.replicas = mesh.group("replicas of a pipeline", device.copies)

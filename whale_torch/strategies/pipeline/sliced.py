@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.local_random import LocalRandom
-from whale_torch.comm.slices import join, take
+from whale_torch.comm.slices import join, run_whole, take
 from whale_torch.errors import LayoutError
 from whale_torch.mesh import Group
 from whale_torch.trace.graph import leaves_in, map_leaves
@@ -32,7 +32,8 @@ class OnSlices:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._slices.rows < self._group.size:
-            return self._module(*args, **kwargs)
+            with run_whole(self._group.size):
+                return self._module(*args, **kwargs)
         args, kwargs = self._exchanged((args, kwargs), self._slices.given, cut=True)
         if self._random:
             with LocalRandom(self._group.rank, self._device):

@@ -139,7 +139,7 @@ class Step:
         _pair(alive.results, seeds, roots, grads)
         if roots:
             autocast = torch.autocast(self._anchor.device.type, enabled=False)  # as a user's backward would run
-            with autocast, self._parts[number].entered():
+            with autocast, self._parts[number].in_backward():
                 torch.autograd.backward(roots, grads)
         for source, (slot, tensors) in alive.slots.items():
             sent = [torch.zeros_like(x) if g is None else g for g, x in zip(slot, tensors, strict=True)]
