@@ -45,3 +45,17 @@ def _outside_the_subset(items: list[pytest.Item], seed: int) -> list[pytest.Item
         chosen = set(random.Random(f"{seed} {name}").sample(range(len(matrix)), min(keep, len(matrix))))
         dropped += [item for index, item in enumerate(matrix) if index not in chosen]
     return dropped
+
+
+@pytest.fixture
+def kept(request: pytest.FixtureRequest) -> frozenset[tuple[object, ...]]:
+    """The cases of a test that this run of the suite has, their parameters in the order of their names.
+
+    A world of ranks may then train all of them, once.
+    """
+    mine = (item for item in request.session.items if isinstance(item, pytest.Function))
+    return frozenset(
+        tuple(item.callspec.params[name] for name in sorted(item.callspec.params))
+        for item in mine
+        if item.path == request.node.path and item.originalname == request.node.originalname
+    )

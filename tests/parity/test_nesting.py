@@ -75,8 +75,6 @@ NESTINGS |= {
     ),
 }
 
-Kept = frozenset[tuple[str, ...]]
-
 FORMS = (
     "classifier, 3",
     "nested pairs, 4",
@@ -129,19 +127,8 @@ def faulty(mutation: str, name: str) -> Case:
     return replace(NESTINGS[name], **changes.get(mutation, {}))
 
 
-@pytest.fixture
-def kept(request: pytest.FixtureRequest) -> Kept:
-    """The cases of a test that this run of the suite has."""
-    mine = (item for item in request.session.items if isinstance(item, pytest.Function))
-    return frozenset(
-        tuple(item.callspec.params[name] for name in sorted(item.callspec.params))
-        for item in mine
-        if item.path == request.node.path and item.originalname == request.node.originalname
-    )
-
-
 @cache
-def trained(kind: str, n: int, kept: Kept) -> dict[object, list[dict[str, object] | str]]:
+def trained(kind: str, n: int, kept: frozenset[tuple[str, ...]]) -> dict[object, list[dict[str, object] | str]]:
     """What each rank of a world of n returned for the kept cases of a kind: one world for all of them."""
     cases: dict[object, tuple[Case, str | None, int]] = {}
     if kind == "nesting":
@@ -156,7 +143,7 @@ def trained(kind: str, n: int, kept: Kept) -> dict[object, list[dict[str, object
 
 @pytest.mark.matrix(keep=13)
 @pytest.mark.parametrize("name", NESTINGS)
-def test_every_nesting_trains_as_one_process_does(name: str, kept: Kept) -> None:
+def test_every_nesting_trains_as_one_process_does(name: str, kept: frozenset[tuple[str, ...]]) -> None:
     case = NESTINGS[name]
     found = compare(case, trained("nesting", case.world, kept)[name])
     assert all(error <= BAR for error in found.values()), (found, case)
@@ -165,7 +152,7 @@ def test_every_nesting_trains_as_one_process_does(name: str, kept: Kept) -> None
 @pytest.mark.parametrize("variation", VARIATIONS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.matrix(keep=8)
-def test_with_every_variation(form: str, variation: str, kept: Kept) -> None:
+def test_with_every_variation(form: str, variation: str, kept: frozenset[tuple[str, ...]]) -> None:
     case = varied(form, variation)
     found = compare(case, trained("variation", case.world, kept)[form, variation], 1)
     assert all(error <= BAR for error in found.values()), (found, case)
@@ -173,7 +160,7 @@ def test_with_every_variation(form: str, variation: str, kept: Kept) -> None:
 
 @pytest.mark.matrix(keep=6)
 @pytest.mark.parametrize(("mutation", "name"), FAULTS)
-def test_the_comparison_finds_faults(mutation: str, name: str, kept: Kept) -> None:
+def test_the_comparison_finds_faults(mutation: str, name: str, kept: frozenset[tuple[str, ...]]) -> None:
     case = faulty(mutation, name)
     found = compare(case, trained("fault", case.world, kept)[mutation, name], 1)
     assert not found["grad"] <= 100 * BAR, found
