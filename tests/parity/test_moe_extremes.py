@@ -163,3 +163,68 @@ def _goes_on_after_an_error(rank: int, n: int) -> list[str]:
 def test_a_rank_that_goes_on_after_an_error_is_not_answered_by_rows() -> None:
     first, other = world(2, _goes_on_after_an_error)
     assert first == ["done", "ValueError", "CommError"] and other[:2] == ["done", "CommError"]
+
+
+class Beside(nn.Module):
+    """A layer of experts between split layers of other kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with wh.split():
+            self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+            self.experts = moe.MoELayer(DIM, 3, 2, hidden=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        out: Tensor = self.down(self.experts(up) + up)
+        return out
+
+
+class Doubled(moe.FeedForward):
+    """Whose forward is not what it inherits."""
+
+    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        return 2 * super().forward(x, rows)
+
+
+ONE_PROCESS: dict[str, Any] = {
+    "beside a split layer": Beside,
+    "a forward of its own": lambda: _in_experts(expert=Doubled(3, DIM, 3)),
+}
+
+
+def _as_one_process(rank: int, n: int) -> dict[str, float]:
+    errors = {}
+    for name, make in ONE_PROCESS.items():
+        torch.manual_seed(0)
+        model = make()
+        alone = copy.deepcopy(model)
+        wh.parallelize(model, timeout=20)
+        torch.manual_seed(1)
+        x = torch.randn(3 * n, DIM)
+        model(x[3 * rank : 3 * rank + 3]).square().mean().backward()
+        alone(x).square().mean().backward()
+        errors[name] = relative_error(gradients_of(model), gradients_of(alone))
+    return errors
+
+
+def test_what_is_beside_a_layer_and_in_its_experts_is_respected() -> None:
+    for errors in world(2, _as_one_process):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def _after_errors(rank: int, n: int) -> float:
+    """How much evaluations differ before and after errors that all ranks had."""
+    model = _in_experts()
+    wh.parallelize(model, timeout=5)
+    x = torch.randn(5, DIM)
+    before = model(x).detach()
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="dtype"):  # weights are of another
+            model(x.double())
+    model(x).sum().backward()
+    return float((model(x) - before).detach().abs().max())
+
+
+def test_ranks_go_on_after_an_error_of_all() -> None:
+    assert world(2, _after_errors) == [0.0, 0.0]
