@@ -228,3 +228,44 @@ def _after_errors(rank: int, n: int) -> float:
 
 def test_ranks_go_on_after_an_error_of_all() -> None:
     assert world(2, _after_errors) == [0.0, 0.0]
+
+
+class Staged(nn.Module):
+    """A layer of experts in front of a loss, in two stages."""
+
+    def __init__(self, *, loss: bool) -> None:
+        super().__init__()
+        with wh.pipeline(num_micro_batches=2):
+            with wh.stage():
+                self.first = nn.Linear(DIM, DIM)
+            with wh.stage():
+                self.experts = moe.MoELayer(DIM, 3, 2, hidden=3, aux_loss_coef=1.0)
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(self.first(x))
+        return y.square().mean() if self.loss else y
+
+
+def _accumulated(rank: int, n: int) -> list[float]:
+    """How far gradients of half a loss are from half the gradients, where the loss is in a pipeline and where not."""
+    errors = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model: Any = Staged(loss=inside)
+        x = torch.randn(6, DIM)
+        wh.parallelize(model, sample_inputs=x, timeout=20)
+        found = []
+        for factor in (1.0, 0.5):
+            model.zero_grad()
+            model.experts.loss_factor = factor
+            y = model(x)
+            ((y if inside else y.square().mean()) * factor).backward()
+            found.append({name: grad / factor for name, grad in gradients_of(model).items()})
+        errors.append(relative_error(*found))
+    return errors
+
+
+def test_a_factor_of_the_loss_counts_once() -> None:
+    for errors in world(2, _accumulated):
+        assert max(errors) < 2e-5, errors
