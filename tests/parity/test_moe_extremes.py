@@ -269,3 +269,22 @@ def _accumulated(rank: int, n: int) -> list[float]:
 def test_a_factor_of_the_loss_counts_once() -> None:
     for errors in world(2, _accumulated):
         assert max(errors) < 2e-5, errors
+
+
+def _biased(rank: int, n: int) -> float:
+    """How far biases are, after three steps, from those of one process that saw the tokens of all ranks."""
+    torch.manual_seed(0)
+    model = _in_experts(gate=moe.TopK(DIM, 3, 2, bias_rate=0.5))
+    alone = copy.deepcopy(model)
+    wh.parallelize(model, timeout=20)
+    torch.manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(5 * n, DIM)
+        for m, part in ((model, slice(5 * rank, 5 * rank + 5)), (alone, slice(None))):
+            m(x[part]).sum().backward()
+            torch.optim.SGD(m.parameters(), lr=0.0).step()
+    return float((model[0].gate.bias - alone[0].gate.bias).abs().max())
+
+
+def test_biases_follow_the_load_of_all_ranks() -> None:
+    assert world(3, _biased) == [0.0] * 3

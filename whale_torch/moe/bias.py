@@ -18,12 +18,12 @@ __all__ = ["note_choices"]
 def note_choices(gate: Gate, weights: Tensor, counts: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """The weights of a forward's routes, whose backward counts how many tokens chose each expert.
 
-    The gate is told after a step of an optimizer that trains it, of all ranks together (total, a method of the layer).
-    Counted where backward comes by, so that a forward which is run again counts once, and one without a backward not at
-    all.
+    The gate is told after a step of an optimizer that trains it, of all ranks together (total, which is held as long as
+    the gate lives, and must not hold it). Counted where backward comes by, so that a forward which is run again counts
+    once, and one without a backward not at all.
     """
     choices = _GATES.setdefault(gate, _Choices())
-    choices.total = weakref.WeakMethod(total)  # of the layer, which holds its gate
+    choices.total = total
     out: Tensor = _Note.apply(weights, choices, counts)  # type: ignore[no-untyped-call]
     return out
 
@@ -33,7 +33,7 @@ class _Choices:
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None
-        self.total: Callable[[], Callable[[Tensor], Tensor] | None] = lambda: None
+        self.total: Callable[[Tensor], Tensor] = lambda counts: counts
 
     def add(self, counts: Tensor) -> None:
         self.counts = counts.clone() if self.counts is None else self.counts + counts
@@ -59,8 +59,7 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
     for gate, choices in list(_GATES.items()):
         if choices.counts is not None and any(id(p) in trained for p in gate.parameters()):
             counts, choices.counts = choices.counts, None
-            total = choices.total()
-            gate.update(counts if total is None else total(counts))
+            gate.update(choices.total(counts))
 
 
 register_optimizer_step_post_hook(_after)
