@@ -163,3 +163,128 @@ def _goes_on_after_an_error(rank: int, n: int) -> list[str]:
 def test_a_rank_that_goes_on_after_an_error_is_not_answered_by_rows() -> None:
     first, other = world(2, _goes_on_after_an_error)
     assert first == ["done", "ValueError", "CommError"] and other[:2] == ["done", "CommError"]
+
+
+class Beside(nn.Module):
+    """A layer of experts between split layers of other kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with wh.split():
+            self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+            self.experts = moe.MoELayer(DIM, 3, 2, hidden=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        out: Tensor = self.down(self.experts(up) + up)
+        return out
+
+
+class Doubled(moe.FeedForward):
+    """Whose forward is not what it inherits."""
+
+    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        return 2 * super().forward(x, rows)
+
+
+ONE_PROCESS: dict[str, Any] = {
+    "beside a split layer": Beside,
+    "a forward of its own": lambda: _in_experts(expert=Doubled(3, DIM, 3)),
+}
+
+
+def _as_one_process(rank: int, n: int) -> dict[str, float]:
+    errors = {}
+    for name, make in ONE_PROCESS.items():
+        torch.manual_seed(0)
+        model = make()
+        alone = copy.deepcopy(model)
+        wh.parallelize(model, timeout=20)
+        torch.manual_seed(1)
+        x = torch.randn(3 * n, DIM)
+        model(x[3 * rank : 3 * rank + 3]).square().mean().backward()
+        alone(x).square().mean().backward()
+        errors[name] = relative_error(gradients_of(model), gradients_of(alone))
+    return errors
+
+
+def test_what_is_beside_a_layer_and_in_its_experts_is_respected() -> None:
+    for errors in world(2, _as_one_process):
+        assert max(errors.values()) < 2e-5, errors
+
+
+def _after_errors(rank: int, n: int) -> float:
+    """How much evaluations differ before and after errors that all ranks had."""
+    model = _in_experts()
+    wh.parallelize(model, timeout=5)
+    x = torch.randn(5, DIM)
+    before = model(x).detach()
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="dtype"):  # weights are of another
+            model(x.double())
+    model(x).sum().backward()
+    return float((model(x) - before).detach().abs().max())
+
+
+def test_ranks_go_on_after_an_error_of_all() -> None:
+    assert world(2, _after_errors) == [0.0, 0.0]
+
+
+class Staged(nn.Module):
+    """A layer of experts in front of a loss, in two stages."""
+
+    def __init__(self, *, loss: bool) -> None:
+        super().__init__()
+        with wh.pipeline(num_micro_batches=2):
+            with wh.stage():
+                self.first = nn.Linear(DIM, DIM)
+            with wh.stage():
+                self.experts = moe.MoELayer(DIM, 3, 2, hidden=3, aux_loss_coef=1.0)
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(self.first(x))
+        return y.square().mean() if self.loss else y
+
+
+def _accumulated(rank: int, n: int) -> list[float]:
+    """How far gradients of half a loss are from half the gradients, where the loss is in a pipeline and where not."""
+    errors = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model: Any = Staged(loss=inside)
+        x = torch.randn(6, DIM)
+        wh.parallelize(model, sample_inputs=x, timeout=20)
+        found = []
+        for factor in (1.0, 0.5):
+            model.zero_grad()
+            model.experts.loss_factor = factor
+            y = model(x)
+            ((y if inside else y.square().mean()) * factor).backward()
+            found.append({name: grad / factor for name, grad in gradients_of(model).items()})
+        errors.append(relative_error(*found))
+    return errors
+
+
+def test_a_factor_of_the_loss_counts_once() -> None:
+    for errors in world(2, _accumulated):
+        assert max(errors) < 2e-5, errors
+
+
+def _biased(rank: int, n: int) -> float:
+    """How far biases are, after three steps, from those of one process that saw the tokens of all ranks."""
+    torch.manual_seed(0)
+    model = _in_experts(gate=moe.TopK(DIM, 3, 2, bias_rate=0.5))
+    alone = copy.deepcopy(model)
+    wh.parallelize(model, timeout=20)
+    torch.manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(5 * n, DIM)
+        for m, part in ((model, slice(5 * rank, 5 * rank + 5)), (alone, slice(None))):
+            m(x[part]).sum().backward()
+            torch.optim.SGD(m.parameters(), lr=0.0).step()
+    return float((model[0].gate.bias - alone[0].gate.bias).abs().max())
+
+
+def test_biases_follow_the_load_of_all_ranks() -> None:
+    assert world(3, _biased) == [0.0] * 3

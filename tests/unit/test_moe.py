@@ -513,3 +513,14 @@ def test_slices_that_do_not_fit_are_refused() -> None:
         moe.MoELayer(8, 4, expert=lambda: nn.Linear(8, 8), slices=2)
     with pytest.raises(PlanError, match="slices is 0"):
         moe.MoELayer(8, 4, slices=0)
+
+
+def test_gates_are_built_on_meta_and_take_their_values_later() -> None:
+    for gate in (lambda: moe.Hash(7, 5, 2, seed=3), lambda: moe.TopK(8, 5, 2, bias_rate=0.1)):
+        with torch.device("meta"):
+            model = nn.Sequential(moe.MoELayer(8, 5, 2, hidden=4, gate=gate()))
+        wh.parallelize(model)
+        made = dict(model[0].gate.named_buffers())
+        assert made.keys() == dict(gate().named_buffers()).keys() and made
+        for name, expected in gate().named_buffers():
+            torch.testing.assert_close(made[name], expected)

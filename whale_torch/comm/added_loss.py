@@ -45,8 +45,10 @@ class AddedLoss:
         return self._part if found is WHOLE else found
 
     def multiplier(self, part: LossPart, factor: float) -> Callable[[], Tensor | float]:
-        """What gradients of the forward that runs are multiplied by, asked in backward. factor: the loop's, as told."""
+        """What gradients of the forward that runs are multiplied by, asked in backward. factor: the loop's, as told;
+        gradients that are delivered later are multiplied by it then."""
         number = self._forwards
+        factor = 1.0 if part.delivered else factor
 
         def now() -> Tensor | float:
             if self._flows_in is not None and not part.delivered:

@@ -57,5 +57,7 @@ class SharedRows:
         """A slot for rows of so many features."""
         number, memory = self._routes.open(self._name)
         whole = memory[: self._num_rows * features * dtype.itemsize].view(dtype).view(self._num_rows, features)
-        yield Slot(self._routes, number, self._name, whole, whole.narrow(0, self._start, sum(self.lengths)))
-        self._routes.close(number)
+        try:
+            yield Slot(self._routes, number, self._name, whole, whole.narrow(0, self._start, sum(self.lengths)))
+        finally:  # an error that all ranks have leaves the slot free for what they do next
+            self._routes.close(number)

@@ -39,6 +39,8 @@ def _words(form: int) -> str:
     number, wants_grad = divmod(form, 2)
     number, wire = divmod(number, _PLACES)
     of, autocast = divmod(number, _PLACES)
+    if not 0 < of < _PLACES:
+        return "something else (in other chunks, or in another forward)"
     found = [_dtype(of)]
     if autocast:
         found.append(f"under autocast to {_dtype(autocast)}")

@@ -18,10 +18,9 @@ __all__ = ["note_choices"]
 def note_choices(gate: Gate, weights: Tensor, counts: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
     """The weights of a forward's routes, whose backward counts how many tokens chose each expert.
 
-    The gate is told after a step of an optimizer that trains it, of all ranks together (total: their sum; what it holds
-    must not hold the gate).
-    Counted where backward comes by, so that a forward which is run again counts once, and one without a backward not at
-    all.
+    The gate is told after a step of an optimizer that trains it, of all ranks together (total, which is held as long as
+    the gate lives, and must not hold it). Counted where backward comes by, so that a forward which is run again counts
+    once, and one without a backward not at all.
     """
     choices = _GATES.setdefault(gate, _Choices())
     choices.total = total

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,12 @@ class Experts(nn.Module):
         self.num_experts, self.slices, self.first = num_experts * slices, slices, 0
 
     takes_blocks: ClassVar[bool] = False
-    """Whether `on_blocks` runs experts on rows that lie anywhere."""
+    """Whether `on_blocks` runs experts on rows that lie anywhere; not so where a subclass has a forward of its own."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls) and not {"on_blocks", "takes_blocks"} & vars(cls).keys():
+            cls.takes_blocks = False
 
     @property
     def draws(self) -> bool:

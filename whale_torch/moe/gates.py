@@ -180,6 +180,12 @@ class TopK(LinearGate):
         if self.group_best not in (1, 2):
             raise PlanError(f"group_best is {self.group_best}.", fix="1: the best expert; 2: the sum of the two best")
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        bias: Tensor | None = getattr(self, "bias", None)
+        if bias is not None:
+            nn.init.zeros_(bias)
+
     @property
     def draws(self) -> bool:
         return super().draws or self.second == "random"
@@ -241,9 +247,19 @@ class Hash(Gate):
 
     def __init__(self, num_tokens: int, num_experts: int, top_k: int = 1, *, seed: int = 0):
         super().__init__(num_experts, top_k)
-        generator = torch.Generator().manual_seed(seed)
-        table = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)])
-        self.register_buffer("table", table.int())
+        if num_tokens < 1:
+            raise PlanError(f"num_tokens is {num_tokens}.", fix="the number of token ids, 1 or more")
+        self.seed = seed
+        self.register_buffer("table", torch.empty(num_tokens, top_k, dtype=torch.int32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the table by its seed."""
+        if self.table.is_meta:
+            return
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = [torch.randperm(self.num_experts, generator=generator, device="cpu")[: self.top_k] for _ in self.table]
+        self.table.copy_(torch.stack(drawn))
 
     def route(self, x: Tensor, mask: Tensor | None) -> Routing:
         raise PlanError(

@@ -120,7 +120,7 @@ class SplitMoELayer(SplitModule, MoELayer):
         return (found[0] if len(found) == 1 else torch.cat(found)), kept
 
     def _feed_forwards(self) -> FeedForward | None:
-        return self.experts if isinstance(self.experts, FeedForward) else None
+        return self.experts if type(self.experts) is FeedForward else None
 
     def _among_all(self, chunk: _Chunk, rows: SharedRows) -> Tensor:
         """Where each route's row lies among those of all ranks."""
