@@ -53,10 +53,12 @@ struct GeluTanh {
   template <class A>
   WHALE_MATH Activated<A> of(A x) {
     constexpr A kRoot = A(0.79788456080286535588), kCubic = A(0.044715);
-    const A tanh = A(1) - A(2) / (exponential(A(2) * kRoot * (x + kCubic * x * x * x)) + A(1));
-    const A half = A(0.5) * (A(1) + tanh);
+    const A y = A(2) * kRoot * (x + kCubic * x * x * x);
     const A inner = kRoot * (A(1) + A(3) * kCubic * x * x);
-    return {x * half, half + A(0.5) * x * (A(1) - tanh * tanh) * inner};
+    // (1 + tanh(y / 2)) / 2 is the sigmoid of y: by e^-|y|, so that nothing cancels in the tails.
+    const A e = exponential(y < 0 ? y : -y), t = A(1) / (A(1) + e);
+    const A s = y < 0 ? e * t : t;
+    return {x * s, s + A(2) * x * e * t * t * inner};
   }
 };
 
