@@ -126,7 +126,7 @@ def _trained_kept(n: int, layout: str, rows: str, kept: frozenset[tuple[Any, ...
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("where", WORLDS, ids=lambda where: f"{where[0]}-{where[1]}")
 @pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_experts_on_ranks_are_one_process(
     name: str, where: tuple[int, str], rows: str, kept: frozenset[tuple[Any, ...]]
 ) -> None:

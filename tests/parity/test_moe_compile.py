@@ -133,7 +133,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "layout", "way"), CASES)
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 def test_compiled_experts_on_ranks_are_one_process(name: str, layout: str, way: str) -> None:
     for errors, (seen, graphs) in world(2, _trained, name, layout, way, timeout=120):
         assert max(errors) < BAR, errors
