@@ -524,3 +524,15 @@ def test_gates_are_built_on_meta_and_take_their_values_later() -> None:
         assert made.keys() == dict(gate().named_buffers()).keys() and made
         for name, expected in gate().named_buffers():
             torch.testing.assert_close(made[name], expected)
+
+
+def test_a_split_inside_an_expert_of_ones_own_is_refused() -> None:
+    def built() -> nn.Module:
+        with wh.split(size=2):
+            return nn.Linear(8, 8)
+
+    with pytest.raises(PlanError, match=r"wh.split\(size=2\) stands inside an expert"):
+        moe.MoELayer(8, 4, expert=built)
+    with wh.split():
+        layer = moe.MoELayer(8, 4, expert=lambda: nn.Linear(8, 8))
+    assert layer.num_experts == 4

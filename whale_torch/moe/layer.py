@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch import ops
+from whale_torch.annotation import annotations_of
+from whale_torch.capture import open_scopes
 from whale_torch.comm.added_loss import AddedLoss
 from whale_torch.comm.columns import Columns
 from whale_torch.comm.slices import ranks_run_whole
@@ -346,9 +348,24 @@ def _experts(expert: Callable[[], nn.Module] | Experts, num_experts: int) -> Exp
             f"expert is a {type(expert).__name__}, one module, and {num_experts} are to be built.",
             fix=f"a function that builds one: expert=lambda: {type(expert).__name__}(...)",
         )
-    made = expert if isinstance(expert, Experts) else Stacked([expert() for _ in range(num_experts)])
+    made = expert if isinstance(expert, Experts) else _stacked(expert, num_experts)
     if made.num_experts != num_experts * made.slices:
         raise PlanError(
             f"there are {made.num_experts} experts, and the layer has {num_experts}.", fix="equally many of both"
         )
     return made
+
+
+def _stacked(expert: Callable[[], nn.Module], num_experts: int) -> Stacked:
+    """Raises PlanError for a split inside an expert: of experts that are stacked it would cut nothing."""
+    around = {opening.annotation.entry for opening in open_scopes()}
+    built = [expert() for _ in range(num_experts)]
+    inside = (a for module in built[0].modules() for a in annotations_of(module))
+    cut = next((a for a in inside if a.kind == "split" and a.entry not in around), None)
+    if cut is not None:
+        raise PlanError(
+            f"{cut.call} stands inside an expert, whose parameters are stacked with those of all experts.",
+            where=cut.site,
+            fix="leave it out; MoELayer(slices=...) cuts each of its own experts",
+        )
+    return Stacked(built)
