@@ -6,10 +6,21 @@
 namespace whale::cpu {
 namespace {
 
+// Carry-less products are in none of the levels of x86-64.
+Crc32c best_of(const Crc32cLoops& loops) {
+#ifdef WHALE_X86_64
+  __builtin_cpu_init();
+  const bool has_products = __builtin_cpu_supports("pclmul");
+  if (loops.by_folding != nullptr && has_products && __builtin_cpu_supports("vpclmulqdq")) return loops.by_folding;
+  if (loops.by_chains != nullptr && has_products) return loops.by_chains;
+#endif
+  return loops.by_tables;
+}
+
 #define WHALE_ISA_OF(NAME)                                                                                    \
   {                                                                                                           \
     #NAME, &NAME::bucket_loops, &NAME::softmax_loops, &NAME::routing_loops, &NAME::permutation_loops,         \
-        &NAME::activation_loops                                                                               \
+        &NAME::activation_loops, best_of(NAME::crc32c_loops)                                                  \
   }
 
 struct Candidate {

@@ -12,6 +12,7 @@ struct Isa {
   const RoutingLoops* routing;
   const PermutationLoops* permutation;
   const ActivationLoops* activation;
+  Crc32c crc32c;
 };
 
 const Isa& isa();

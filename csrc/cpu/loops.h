@@ -109,12 +109,22 @@ struct ActivationLoops {
   void (*backward[kNumActivations][kNumDtypes])(const ActivationGradRows& rows, int64_t begin, int64_t end);
 };
 
+// The checksum, not inverted, of what it stood for and these bytes.
+using Crc32c = uint32_t (*)(uint32_t crc, const uint8_t* data, int64_t bytes);
+
+struct Crc32cLoops {
+  Crc32c by_tables;
+  Crc32c by_chains;   // needs PCLMULQDQ; null where the instruction set has no crc32
+  Crc32c by_folding;  // needs VPCLMULQDQ; null below AVX-512
+};
+
 namespace baseline {
 extern const BucketLoops bucket_loops;
 extern const SoftmaxLoops softmax_loops;
 extern const RoutingLoops routing_loops;
 extern const PermutationLoops permutation_loops;
 extern const ActivationLoops activation_loops;
+extern const Crc32cLoops crc32c_loops;
 }  // namespace baseline
 
 #ifdef WHALE_X86_64
@@ -124,6 +134,7 @@ extern const SoftmaxLoops softmax_loops;
 extern const RoutingLoops routing_loops;
 extern const PermutationLoops permutation_loops;
 extern const ActivationLoops activation_loops;
+extern const Crc32cLoops crc32c_loops;
 }  // namespace v3
 namespace v4 {
 extern const BucketLoops bucket_loops;
@@ -131,6 +142,7 @@ extern const SoftmaxLoops softmax_loops;
 extern const RoutingLoops routing_loops;
 extern const PermutationLoops permutation_loops;
 extern const ActivationLoops activation_loops;
+extern const Crc32cLoops crc32c_loops;
 }  // namespace v4
 #endif
 

@@ -66,6 +66,7 @@ def example_arguments() -> dict[str, list[tuple[Any, ...]]]:
         "copy_blocks": [(torch.arange(8).byte(), torch.tensor([(0, 4, 2), (3, 0, 4)]), torch.zeros(8).byte())],
         "post_flag": [(torch.zeros(2, 16).int(), 1, 3)],
         "await_flags": [(torch.zeros(2, 16).int(), [0, 1], 0, 0)],
+        "crc32c": [(torch.arange(8).byte(), 3, 0), (torch.zeros(0).byte(), 3, 9)],
         "linear_softmax_stats": [(*linear, TARGET, 0, None, False, 4), (*linear[:2], None, TARGET, 0, weight, True, 4)],
         "linear_softmax_grad": [(*linear, *grad, None, None, 4), (*linear[:2], None, *grad, COEF, weight, 4)],
     }
@@ -102,6 +103,7 @@ def _compiled_programs() -> list[Callable[[], Any]]:
         lambda: ops.bucket_amax(tensors) + 1,
         lambda: ops.softmax_stats(logits, TARGET, 0, weight, True) + 1,
         lambda: ops.softmax_grad(logits, COEF, TARGET, 0, COEF, COEF, COEF, weight, inplace=False) + 1,
+        lambda: library.op("crc32c")(torch.arange(8).byte(), 3, 0) + 1,
         lambda: ops.linear_softmax_stats(x, matrix, weight, TARGET, 0, weight, True, 4) + 1,
         lambda: ops.linear_softmax_grad(x, matrix, weight, COEF, TARGET, 0, COEF, COEF, COEF, weight, 4),
     ]
@@ -125,7 +127,7 @@ def test_a_layer_of_experts_compiles_with_its_gradient() -> None:
     torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), expected)
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(9))
 def test_compiles_without_a_graph_break(index: int) -> None:
     program = _compiled_programs()[index]
     expected = program()

@@ -1,4 +1,4 @@
-"""The ops behind buckets, sharded losses, experts and memory that ranks share.
+"""The ops behind buckets, sharded losses, experts, memory that ranks share and checksums.
 
 They are specified in Python, and compiled where a compiler was there.
 """
@@ -6,6 +6,7 @@ They are specified in Python, and compiled where a compiler was there.
 from whale_torch.ops.activation import moe_activate, moe_activate_backward
 from whale_torch.ops.autograd import cross_entropy, linear_cross_entropy
 from whale_torch.ops.bucket import bucket_amax, bucket_pack, bucket_unpack
+from whale_torch.ops.checksum import crc32c, crc32c_chunks, crc32c_combine
 from whale_torch.ops.library import backend
 from whale_torch.ops.node_rows import moe_collect, moe_scatter, moe_scatter_backward
 from whale_torch.ops.permutation import moe_chunk_sort, moe_combine, moe_combine_backward, moe_permute
@@ -20,6 +21,9 @@ __all__ = [
     "bucket_pack",
     "bucket_unpack",
     "copy_blocks",
+    "crc32c",
+    "crc32c_chunks",
+    "crc32c_combine",
     "cross_entropy",
     "linear_cross_entropy",
     "linear_softmax_grad",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale_torch.ops import activation_reference, linear, moe_reference, reference
+from whale_torch.ops import activation_reference, checksum_reference, linear, moe_reference, reference
 from whale_torch.ops.schemas import COMPILED_OPS, LIBRARY, OPS
 
 __all__ = [
@@ -160,7 +160,7 @@ def backend() -> dict[str, dict[str, str]]:
 
 
 def _default_kernel(name: str) -> Callable[..., Any]:
-    homes = (activation_reference, moe_reference, reference, linear)
+    homes = (activation_reference, checksum_reference, moe_reference, reference, linear)
     kernel: Callable[..., Any] = next(getattr(home, name) for home in homes if hasattr(home, name))
     return kernel
 

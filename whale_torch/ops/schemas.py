@@ -52,6 +52,7 @@ _SCHEMAS = {
     "copy_blocks": "(Tensor source, Tensor blocks, Tensor(a!) target) -> ()",
     "post_flag": "(Tensor(a!) flags, int place, int number) -> ()",
     "await_flags": "(Tensor flags, int[] places, int number, int timeout_ms) -> Tensor",
+    "crc32c": "(Tensor data, int chunk_bytes, int start) -> Tensor",
     "linear_softmax_stats": (
         "(Tensor x, Tensor weight, Tensor? bias, Tensor target, int first_class, Tensor? class_weight, "
         "bool smoothing, int chunk) -> Tensor"
@@ -65,8 +66,8 @@ _SCHEMAS = {
 OPS = tuple(_SCHEMAS)
 # The linear ops loop over matmuls and the softmax ops in Python on every device: there is nothing to compile.
 COMPILED_OPS = tuple(name for name in OPS if not name.startswith("linear_"))
-# Of memory that processes of one host share: compiled for the CPU alone.
-HOST_OPS = ("moe_scatter", "moe_collect", "moe_scatter_backward", "copy_blocks", "post_flag", "await_flags")
+# Of memory that processes of one host share, and of bytes on their way to a file: compiled for the CPU alone.
+HOST_OPS = ("moe_scatter", "moe_collect", "moe_scatter_backward", "copy_blocks", "post_flag", "await_flags", "crc32c")
 
 for _name, _schema in _SCHEMAS.items():
     LIBRARY.define(_name + _schema)
@@ -170,6 +171,10 @@ def _fake_await_flags(flags: Tensor, places: list[int], number: int, timeout_ms:
     return flags.new_empty((), dtype=torch.int64)
 
 
+def _fake_crc32c(data: Tensor, chunk_bytes: int, start: int) -> Tensor:
+    return data.new_empty((-(-data.numel() // chunk_bytes),), dtype=torch.int64)
+
+
 def _fake_linear_softmax_stats(x: Tensor, *arguments: object) -> Tensor:
     return x.new_empty((4, x.shape[0]), dtype=statistics_dtype(x.dtype))
 
@@ -203,6 +208,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "copy_blocks": _fake_copy_blocks,
     "post_flag": _fake_post_flag,
     "await_flags": _fake_await_flags,
+    "crc32c": _fake_crc32c,
     "linear_softmax_stats": _fake_linear_softmax_stats,
     "linear_softmax_grad": _fake_linear_softmax_grad,
 }
