@@ -1,8 +1,8 @@
 """Measures the compiled kernels against torch's own ops: buckets, cross-entropy, linear and loss in chunks, dispatch to
-experts.
+experts, checksums.
 
 Variants take turns in one process and each keeps its shortest time, so other load on the machine hits all alike.
-Run: python -m benchmarks.kernels [--threads 1] [--rounds 20] [--quick] [--only buckets,losses,linears,dispatch]
+Run: python -m benchmarks.kernels [--threads 1] [--rounds 20] [--quick] [--only buckets,...,checksums]
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels import dispatch
+from benchmarks.kernels.checksum import AIM_GB, checksum
 from benchmarks.kernels.dispatch import Size, Variants
 from whale_torch import ops
+from whale_torch.ops import library
 
 
 def shortest(variants: Variants, rounds: int) -> dict[str, float]:
@@ -43,14 +45,19 @@ def shortest(variants: Variants, rounds: int) -> dict[str, float]:
     return times
 
 
+def _met(is_met: bool) -> str:
+    return "met" if is_met else "MISSED"
+
+
 def show(title: str, times: dict[str, float], bars: dict[str, float]) -> None:
     """One line: times in ms; for each peer how many times ours it takes, and the ratio that we aim at."""
     ours = times["whale"]
     cells = [f"{name} {seconds * 1e3:.3f}" for name, seconds in times.items()]
     for name, seconds in times.items():
         if name in bars:
-            verdict = "met" if seconds / ours >= bars[name] else "MISSED"
-            cells.append(f"| {name}/whale {seconds / ours:.2f} (aim {bars[name]:.2f}: {verdict})")
+            cells.append(
+                f"| {name}/whale {seconds / ours:.2f} (aim {bars[name]:.2f}: {_met(seconds / ours >= bars[name])})"
+            )
         elif name != "whale":
             cells.append(f"| {name}/whale {seconds / ours:.2f}")
     print(f"{title:38} ms: {'  '.join(cells)}   load {os.getloadavg()[0]:.1f}", flush=True)
@@ -169,6 +176,7 @@ class Sizes:
     losses: list[tuple[int, int]]
     linears: list[tuple[int, int, int, int]]
     dispatches: list[Size]
+    checksums: dict[str, int]
 
 
 FULL = Sizes(
@@ -176,8 +184,11 @@ FULL = Sizes(
     [(128, 25_000), (128, 100_000)],
     [(512, 512, 32_000, 2048), (2048, 768, 32_000, 2048)],
     [Size(2048, 512, 8, 2), Size(2048, 256, 64, 8)],
+    {"512 KiB": 512 << 10, "64 MiB": 64 << 20},
 )
-QUICK = Sizes({"60 of 1 k": [1000] * 60}, [(128, 1000)], [(32, 16, 500, 100)], [Size(64, 16, 8, 2)])
+QUICK = Sizes(
+    {"60 of 1 k": [1000] * 60}, [(128, 1000)], [(32, 16, 500, 100)], [Size(64, 16, 8, 2)], {"64 KiB": 64 << 10}
+)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -218,7 +229,22 @@ def dispatches(sizes: Sizes, dtype: torch.dtype, rounds: int) -> None:
         show(f"  out= {ended}", shortest(dispatch.permute_into(size, dtype), rounds), {})
 
 
-PARTS = {"buckets": buckets, "losses": losses, "linears": linears, "dispatch": dispatches}
+def checksums(sizes: Sizes, dtype: torch.dtype, rounds: int) -> None:
+    if dtype != torch.float32:
+        return  # bytes have none
+    best = library.isa()
+    for name, num_bytes in sizes.checksums.items():
+        calls = max(1, (16 << 20) // num_bytes)
+        times = shortest(checksum(num_bytes, calls), rounds)
+        rates = {variant: calls * num_bytes / seconds / 1e9 for variant, seconds in times.items()}
+        verdict = "" if best is None else f"| {best} (aim {AIM_GB:.0f}: {_met(rates[best] >= AIM_GB)})"
+        cells = "  ".join(f"{variant} {rate:.1f}" for variant, rate in rates.items())
+        print(f"{f'crc32c {name}':38} GB/s: {cells}  {verdict}   load {os.getloadavg()[0]:.1f}", flush=True)
+        if best is not None:
+            library.use_isa(best)
+
+
+PARTS = {"buckets": buckets, "losses": losses, "linears": linears, "dispatch": dispatches, "checksums": checksums}
 
 
 def main() -> None:
