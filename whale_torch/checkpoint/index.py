@@ -1,0 +1,98 @@
+"""The index of a checkpoint: which tensors it has, and where each piece of them lies, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from whale_torch.checkpoint.boxes import Box
+from whale_torch.errors import CheckpointError
+
+__all__ = ["CHUNK_BYTES", "FORMAT", "INDEX", "Index", "Piece", "StoredTensor", "dtype_name"]
+
+FORMAT = "whale_torch checkpoint 1"
+INDEX = "index.json"
+CHUNK_BYTES = 4 << 20
+"""Bytes of a piece under one checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor in a file: `offset` from its beginning, with a checksum for each chunk of its bytes."""
+
+    file: str
+    offset: int
+    box: Box
+    checksums: tuple[int, ...]
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Piece:
+        return Piece(data["file"], data["offset"], Box.from_json(data["box"]), tuple(data["checksums"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file": self.file, "offset": self.offset, "box": self.box.to_json(), "checksums": list(self.checksums)
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class StoredTensor:
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointError(f"a tensor has dtype '{self.dtype}', which this torch does not know.")
+        return found
+
+
+@dataclass(slots=True)
+class Index:
+    """id: of this checkpoint, which its files name too. ties: further names of tensors. values: what is no tensor."""
+
+    id: str
+    step: int
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        tensors = {
+            key: {"dtype": one.dtype, "shape": one.shape, "pieces": [piece.to_json() for piece in one.pieces]}
+            for key, one in self.tensors.items()
+        }
+        data = {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, "id": self.id, "step": self.step, "tensors": tensors}
+        data |= {"ties": self.ties, "values": self.values, "files": self.files}
+        return json.dumps(data, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str, path: object) -> Index:
+        """Raises CheckpointError for what is no index."""
+        try:
+            data = json.loads(text)
+            if data.get("format") != FORMAT:
+                raise CheckpointError(
+                    f"{path} is of format {data.get('format')!r}, and {FORMAT!r} is read here.",
+                    fix="read it with the version that wrote it",
+                )
+            tensors = {
+                key: StoredTensor(one["dtype"], tuple(one["shape"]), [Piece.from_json(p) for p in one["pieces"]])
+                for key, one in data["tensors"].items()
+            }
+            return Index(data["id"], data["step"], tensors, data["ties"], data["values"], data["files"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path} cannot be read as an index: {type(error).__name__}: {error}.") from error
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

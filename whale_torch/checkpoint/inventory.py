@@ -1,0 +1,152 @@
+"""What of a model and an optimizer this rank holds: tensors by the names of one process, and which boxes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whale_torch.checkpoint.boxes import Box, boxes_of, in_local
+from whale_torch.checkpoint.index import Piece, dtype_name
+from whale_torch.comm.cut_tensor import CutTensor
+from whale_torch.comm.registry import ParameterPlace, place_of
+from whale_torch.errors import CheckpointError
+from whale_torch.strategies.runtime import KEY, Runtime
+from whale_torch.strategies.state_hooks import pipeline_places
+
+__all__ = ["Held", "Inventory", "held_of_place", "of_model", "of_optimizer", "parameter_names"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of which this rank holds a part, all, or nothing.
+
+    shape: of the whole. values: what is here, None for nothing. boxes: of the whole, and where each lies in `values`.
+    writes: whether these values count; of a buffer that differs between ranks one rank's do.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    values: Tensor | None
+    boxes: tuple[tuple[Box, Box], ...]
+    writes: bool = True
+
+    def told(self) -> list[Any]:
+        """To the other ranks: its key, the bytes of an element, its boxes."""
+        return [self.key, self.dtype.itemsize, [box.to_json() for box, _ in self.boxes]]
+
+    def stored(self, piece: Piece) -> list[Any]:
+        """A piece of it that was written: its key, dtype and shape, and where it lies."""
+        return [self.key, dtype_name(self.dtype), list(self.shape), piece.to_json()]
+
+
+@dataclass
+class Inventory:
+    """tensors: by key. ties: further keys of one tensor. values: what is no tensor, by key."""
+
+    tensors: dict[str, Held]
+    ties: dict[str, str]
+    values: dict[str, Any]
+
+
+def of_model(model: nn.Module, prefix: str = "model/") -> Inventory:
+    """All of a model's state_dict, parallelized or not; never communicates."""
+    state = model.state_dict()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    places = pipeline_places(model)
+    runtime = model.__dict__.get(KEY)
+    found = Inventory({}, {}, {})
+    first: dict[int, str] = {}
+    for name, value in state.items():
+        key = prefix + name
+        if not isinstance(value, Tensor):
+            found.values[key] = value
+            continue
+        owner = parameters.get(name, buffers.get(name))
+        if owner is not None and first.setdefault(id(owner), key) != key:
+            found.ties[key] = first[id(owner)]
+            continue
+        place = _place(value, parameters.get(name), places.get(name))
+        writes = True
+        if place is None and name not in parameters and isinstance(runtime, Runtime):
+            writes = runtime.mesh.everyone().index == runtime.source_of_buffer(name)
+        found.tensors[key] = held_of_place(key, value, place, writes=writes)
+    return found
+
+
+def _place(value: Tensor, parameter: Tensor | None, of_pipeline: ParameterPlace | None) -> ParameterPlace | None:
+    if of_pipeline is not None:
+        return of_pipeline
+    if isinstance(value, CutTensor):
+        return value.place
+    return None if parameter is None else place_of(parameter)
+
+
+def held_of_place(key: str, value: Tensor, place: ParameterPlace | None, *, writes: bool = True) -> Held:
+    """A tensor that lies as a parameter's place says; without one it is whole."""
+    if place is not None and not place.held:
+        shape = place.shard.shape if place.shard is not None else tuple(value.shape)
+        return Held(key, value.dtype, shape, None, ())
+    values = value.detach().as_subclass(Tensor)
+    if place is None or place.shard is None or place.parts is None:
+        whole = Box.whole(values.shape)
+        return Held(key, values.dtype, tuple(values.shape), values, ((whole, whole),), writes)
+    index = place.parts.index
+    boxes = tuple(zip(boxes_of(place.shard, index), in_local(place.shard, index), strict=True))
+    return Held(key, values.dtype, place.shard.shape, values, boxes, writes)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """First name of each parameter, by id."""
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def of_optimizer(optimizer: Optimizer, names: Mapping[int, str], prefix: str = "optimizer/") -> Inventory:
+    """Its state by the names of parameters, cut as they are, and its groups.
+
+    Raises CheckpointError for a parameter that the model does not have, and for a value of a cut parameter that is
+    neither one number nor of the parameter's shape.
+    """
+    found = Inventory({}, {}, {})
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        for place, p in enumerate(group["params"]):
+            if id(p) not in names:
+                raise CheckpointError(
+                    f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape {list(p.shape)}, is "
+                    "none of the model's.",
+                    fix="give the model whose parameters the optimizer was built of",
+                )
+            for key, value, held in _of_parameter(optimizer, p, prefix + names[id(p)]):
+                if held is None:
+                    found.values[key] = value
+                else:
+                    found.tensors[key] = held
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
+    found.values[f"{prefix}groups"] = groups
+    return found
+
+
+def _of_parameter(optimizer: Optimizer, p: Tensor, prefix: str) -> Iterator[tuple[str, Any, Held | None]]:
+    place = place_of(p)
+    for name, value in optimizer.state.get(p, {}).items():
+        key = f"{prefix}/{name}"
+        if not isinstance(value, Tensor):
+            yield key, value, None
+        elif value.shape == p.shape and value.dim():
+            yield key, value, held_of_place(key, value, place)
+        elif place is not None and place.is_cut and value.numel() > 1:
+            raise CheckpointError(
+                f"'{key}' has shape {list(value.shape)}, and of '{place.name}' this rank holds {list(p.shape)}: how "
+                "the whole is cut cannot be told.",
+                fix="an optimizer whose state has the shape of its parameters",
+            )
+        else:
+            yield key, value, held_of_place(key, value, None)

@@ -1,0 +1,138 @@
+"""Reads boxes of stored tensors into memory: first every chunk that is touched is checked, then values are copied."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from whale_torch.checkpoint.boxes import Box, overlap, runs
+from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredTensor
+from whale_torch.checkpoint.inventory import Held
+from whale_torch.checkpoint.payload import bytes_of, checksum
+from whale_torch.errors import CheckpointError
+
+__all__ = ["Reader", "Wanted"]
+
+_DIRECT_BYTES = 1 << 18  # runs from here on are read where they belong, shorter ones by way of a chunk
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A stored tensor, and the memory that boxes of it go to."""
+
+    key: str
+    stored: StoredTensor
+    held: Held
+
+
+class Reader:
+    """Reads one checkpoint's files."""
+
+    def __init__(self, files: Files, folder: Path, index: Index):
+        self._files, self._folder, self._index = files, folder, index
+
+    def check(self, wanted: Sequence[Wanted]) -> None:
+        """Raises CheckpointError, naming file, tensor and chunk, for the first chunk that is not as it was written."""
+        touched: dict[str, dict[tuple[int, int], tuple[str, int, int]]] = defaultdict(dict)
+        for one in wanted:
+            item = one.stored.torch_dtype.itemsize
+            for piece in one.stored.pieces:
+                total = piece.box.numel * item
+                for chunk in _chunks_touched(one.held, piece, item):
+                    start = chunk * CHUNK_BYTES
+                    size = min(CHUNK_BYTES, total - start)
+                    touched[piece.file][piece.offset + start, size] = (one.key, chunk, piece.checksums[chunk])
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        for file, chunks in sorted(touched.items()):
+            with self._open(file) as fd:
+                for (offset, size), (key, chunk, expected) in sorted(chunks.items()):
+                    self._read(fd, buffer[:size], offset, file, key)
+                    if checksum(buffer[:size]) != expected:
+                        raise CheckpointError(
+                            f"{self._folder / file} is damaged: chunk {chunk} of '{key}' (bytes {offset} to "
+                            f"{offset + size}) is not what was written.",
+                            fix="load another checkpoint; `python -m whale_torch verify` names all that is damaged",
+                        )
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Copies values; what was checked before is not checked again."""
+        window = memoryview(bytearray(CHUNK_BYTES))
+        by_file: dict[str, list[tuple[Piece, Wanted]]] = defaultdict(list)
+        memory: dict[int, Tensor] = {}
+        for one in wanted:
+            values = one.held.values
+            if values is None:
+                continue
+            direct = values.device.type == "cpu" and values.is_contiguous()
+            memory[id(one)] = values if direct else torch.empty(values.shape, dtype=values.dtype)
+            for piece in one.stored.pieces:
+                by_file[piece.file].append((piece, one))
+        for file, pieces in sorted(by_file.items()):
+            with self._open(file) as fd:
+                for piece, one in sorted(pieces, key=lambda pair: pair[0].offset):
+                    self._copy(fd, piece, one, memory[id(one)], window)
+        for one in wanted:
+            if one.held.values is not None and memory[id(one)] is not one.held.values:
+                one.held.values.copy_(memory[id(one)])
+        changed = [one.held.values for one in wanted if one.held.values is not None]
+        torch.autograd.graph.increment_version(changed)
+
+    def _copy(self, fd: int, piece: Piece, one: Wanted, memory: Tensor, window: memoryview) -> None:
+        item, target = memory.element_size(), bytes_of(memory)
+        end = piece.offset + piece.box.numel * item
+        first = last = 0  # bytes of the file that the window has
+        for box, local in one.held.boxes:
+            part = overlap(piece.box, box)
+            if part is None:
+                continue
+            at = [p - b for p, b in zip(part.start, piece.box.start, strict=True)]
+            to = [p - b + at for p, b, at in zip(part.start, box.start, local.start, strict=True)]
+            for run in runs(part.size, at, piece.box.size, to, tuple(memory.shape)):
+                start, size = piece.offset + run.source * item, run.length * item
+                goal = target[run.target * item : run.target * item + size]
+                if size >= _DIRECT_BYTES:
+                    self._read(fd, goal, start, piece.file, one.key)
+                    continue
+                if start < first or start + size > last:
+                    first, last = start, min(start + len(window), end)
+                    self._read(fd, window[: last - first], first, piece.file, one.key)
+                goal[:] = window[start - first : start - first + size]
+
+    def _open(self, file: str) -> AbstractContextManager[int]:
+        return self._files.open(self._folder / file)
+
+    def _read(self, fd: int, into: memoryview, offset: int, file: str, key: str) -> None:
+        if self._files.read(fd, into, offset) != len(into):
+            raise CheckpointError(
+                f"{self._folder / file} is too short: '{key}' reaches to byte {offset + len(into)} of it.",
+                fix="load another checkpoint",
+            )
+
+
+def _chunks_touched(held: Held, piece: Piece, item: int) -> set[int]:
+    found: set[int] = set()
+    for box, _ in held.boxes:
+        part = overlap(piece.box, box)
+        if part is None:
+            continue
+        at = [p - b for p, b in zip(part.start, piece.box.start, strict=True)]
+        strides = _strides(piece.box)
+        first = sum(a * s for a, s in zip(at, strides, strict=True))
+        last = sum((a + n - 1) * s for a, n, s in zip(at, part.size, strides, strict=True))
+        found.update(range(first * item // CHUNK_BYTES, ((last + 1) * item - 1) // CHUNK_BYTES + 1))
+    return found
+
+
+def _strides(box: Box) -> list[int]:
+    strides, stride = [], 1
+    for size in reversed(box.size):
+        strides.append(stride)
+        stride *= size
+    return strides[::-1]
