@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.index import CHUNK_BYTES, Piece
 from whale_torch.errors import CheckpointError
+from whale_torch.ops import crc32c
 
 __all__ = ["Item", "bytes_of", "checksum", "write_payload"]
 
@@ -40,7 +40,8 @@ class Item:
 
 
 def checksum(data: memoryview) -> int:
-    return zlib.crc32(data)
+    """CRC32C of bytes."""
+    return crc32c(torch.frombuffer(data, dtype=torch.uint8)) if len(data) else 0
 
 
 def bytes_of(values: Tensor) -> memoryview:
