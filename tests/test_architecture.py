@@ -100,6 +100,7 @@ PUBLIC_NAMES = [
     "cpu_offload",
     "data_rank",
     "full_state_dict",
+    "load",
     "no_sync",
     "parallelize",
     "pipeline",
@@ -108,6 +109,7 @@ PUBLIC_NAMES = [
     "reduce",
     "replica",
     "sampler",
+    "save",
     "split",
     "stage",
 ]

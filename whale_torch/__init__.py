@@ -1,6 +1,8 @@
 """whale_torch: hybrid-parallel training in PyTorch from a few annotations on an ordinary model."""
 
 from whale_torch.apply import parallelize, plan
+from whale_torch.checkpoint.load import load
+from whale_torch.checkpoint.save import save
 from whale_torch.cluster import Cluster
 from whale_torch.data import batch_sampler, data_rank, sampler
 from whale_torch.errors import (
@@ -41,6 +43,7 @@ __all__ = [
     "cpu_offload",
     "data_rank",
     "full_state_dict",
+    "load",
     "no_sync",
     "parallelize",
     "pipeline",
@@ -49,6 +52,7 @@ __all__ = [
     "reduce",
     "replica",
     "sampler",
+    "save",
     "split",
     "stage",
 ]
