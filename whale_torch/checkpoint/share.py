@@ -14,14 +14,19 @@ _PART_BYTES = 16 << 20
 
 
 def share(told: Sequence[Sequence[Any]]) -> list[list[tuple[str, Box]]]:
-    """Of each rank the boxes that it writes, from what every rank holds: [key, bytes of an element, boxes]."""
+    """Of each rank the boxes that it writes, from what every rank holds: [key, bytes of an element, boxes, alike].
+
+    alike: whether all that hold a box have the same values; of others the first rank's are written.
+    """
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     itemsize: dict[str, int] = {}
     for rank, tensors in enumerate(told):
-        for key, item, boxes in tensors:
+        for key, item, boxes, alike in tensors:
             itemsize[key] = item
             for box in boxes:
-                holders[key, Box.from_json(box)].append(rank)
+                ranks = holders[key, Box.from_json(box)]
+                if alike or not ranks:
+                    ranks.append(rank)
     loads = [0] * len(told)
     found: list[list[tuple[str, Box]]] = [[] for _ in told]
     for (key, box), ranks in sorted(holders.items(), key=lambda one: len(one[1])):
