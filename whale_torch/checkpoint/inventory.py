@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from whale_torch.checkpoint.boxes import Box, boxes_of, in_local
 from whale_torch.checkpoint.index import Piece, dtype_name
+from whale_torch.comm.absent import Placed
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace, place_of
 from whale_torch.errors import CheckpointError
 from whale_torch.strategies.runtime import KEY, Runtime
 from whale_torch.strategies.state_hooks import pipeline_places
 
-__all__ = ["Held", "Inventory", "held_of_place", "of_model", "of_optimizer", "parameter_names"]
+__all__ = ["Held", "Inventory", "held_of_place", "name_of", "of_model", "of_optimizer", "parameter_names"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class Held:
     """A tensor of which this rank holds a part, all, or nothing.
 
     shape: of the whole. values: what is here, None for nothing. boxes: of the whole, and where each lies in `values`.
-    writes: whether these values count; of a buffer that differs between ranks one rank's do.
+    writes: whether these values count; of a buffer that differs between ranks one rank's do. alike: whether all that
+    hold a box have the same values.
     """
 
     key: str
@@ -35,10 +38,11 @@ class Held:
     values: Tensor | None
     boxes: tuple[tuple[Box, Box], ...]
     writes: bool = True
+    alike: bool = True
 
     def told(self) -> list[Any]:
-        """To the other ranks: its key, the bytes of an element, its boxes."""
-        return [self.key, self.dtype.itemsize, [box.to_json() for box, _ in self.boxes]]
+        """To the other ranks: its key, the bytes of an element, its boxes, whether holders are alike."""
+        return [self.key, self.dtype.itemsize, [box.to_json() for box, _ in self.boxes], self.alike]
 
     def stored(self, piece: Piece) -> list[Any]:
         """A piece of it that was written: its key, dtype and shape, and where it lies."""
@@ -47,37 +51,69 @@ class Held:
 
 @dataclass
 class Inventory:
-    """tensors: by key. ties: further keys of one tensor. values: what is no tensor, by key."""
+    """tensors: by key. ties: further keys of one tensor. values: what is no tensor, by key. elsewhere: keys of values
+    of which another rank's count.
+    """
 
-    tensors: dict[str, Held]
-    ties: dict[str, str]
-    values: dict[str, Any]
+    tensors: dict[str, Held] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    elsewhere: set[str] = field(default_factory=set)
+
+    def add(self, other: Inventory) -> None:
+        self.tensors |= other.tensors
+        self.ties |= other.ties
+        self.values |= other.values
+        self.elsewhere |= other.elsewhere
 
 
 def of_model(model: nn.Module, prefix: str = "model/") -> Inventory:
-    """All of a model's state_dict, parallelized or not; never communicates."""
+    """All of a model's state_dict, parallelized or not; never communicates.
+
+    What is neither a parameter nor a buffer (an extra state, what a module's own hooks give) is among the values.
+    Raises CheckpointError for a tensor without values.
+    """
     state = model.state_dict()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     places = pipeline_places(model)
     runtime = model.__dict__.get(KEY)
-    found = Inventory({}, {}, {})
+    found = Inventory()
     first: dict[int, str] = {}
     for name, value in state.items():
         key = prefix + name
-        if not isinstance(value, Tensor):
-            found.values[key] = value
-            continue
         owner = parameters.get(name, buffers.get(name))
-        if owner is not None and first.setdefault(id(owner), key) != key:
+        if owner is not None and is_lazy(owner):
+            raise CheckpointError(f"'{name}' is not initialised yet.", fix="call the model once first")
+        if owner is None or not _is_view_of(value, owner):
+            found.values[key] = value
+            if isinstance(runtime, Runtime) and not _is_source(runtime, name):
+                found.elsewhere.add(key)
+            continue
+        if first.setdefault(id(owner), key) != key:
             found.ties[key] = first[id(owner)]
             continue
-        place = _place(value, parameters.get(name), places.get(name))
-        writes = True
-        if place is None and name not in parameters and isinstance(runtime, Runtime):
-            writes = runtime.mesh.everyone().index == runtime.source_of_buffer(name)
-        found.tensors[key] = held_of_place(key, value, place, writes=writes)
+        held = held_of_place(key, value, _place(value, parameters.get(name), places.get(name)))
+        if name not in parameters:
+            counts = not isinstance(runtime, Runtime) or _is_source(runtime, name)
+            held = replace(held, writes=counts, alike=False)
+        found.tensors[key] = held
     return found
+
+
+def _is_source(runtime: Runtime, name: str) -> bool:
+    return runtime.mesh.everyone().index == runtime.source_of_buffer(name)
+
+
+def _is_view_of(value: Any, owner: Tensor) -> bool:
+    """Whether a state_dict's value is its owner's memory, and not something made of it."""
+    if isinstance(value, Placed):
+        return True
+    if not isinstance(value, Tensor) or value.shape != owner.shape or value.dtype is not owner.dtype:
+        return False
+    if value.is_meta or isinstance(owner, Placed) or value.layout is not torch.strided:
+        return True
+    return value.data_ptr() == owner.data_ptr() and value.stride() == owner.stride()
 
 
 def _place(value: Tensor, parameter: Tensor | None, of_pipeline: ParameterPlace | None) -> ParameterPlace | None:
@@ -89,11 +125,17 @@ def _place(value: Tensor, parameter: Tensor | None, of_pipeline: ParameterPlace 
 
 
 def held_of_place(key: str, value: Tensor, place: ParameterPlace | None, *, writes: bool = True) -> Held:
-    """A tensor that lies as a parameter's place says; without one it is whole."""
+    """A tensor that lies as a parameter's place says; without one it is whole.
+
+    Raises CheckpointError for one without values, or that is not dense.
+    """
     if place is not None and not place.held:
         shape = place.shard.shape if place.shard is not None else tuple(value.shape)
         return Held(key, value.dtype, shape, None, ())
     values = value.detach().as_subclass(Tensor)
+    if values.is_meta or values.layout is not torch.strided:
+        what = "on the meta device, without values" if values.is_meta else f"{values.layout}, not dense"
+        raise CheckpointError(f"'{key}' is {what}.", fix="give every tensor its values first, in dense memory")
     if place is None or place.shard is None or place.parts is None:
         whole = Box.whole(values.shape)
         return Held(key, values.dtype, tuple(values.shape), values, ((whole, whole),), writes)
@@ -102,9 +144,13 @@ def held_of_place(key: str, value: Tensor, place: ParameterPlace | None, *, writ
     return Held(key, values.dtype, place.shard.shape, values, boxes, writes)
 
 
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """First name of each parameter, by id."""
-    return {id(p): name for name, p in model.named_parameters()}
+def parameter_names(*modules: tuple[str, nn.Module]) -> dict[int, str]:
+    """First name of each parameter of modules, each behind its own prefix, by id."""
+    found: dict[int, str] = {}
+    for prefix, module in modules:
+        for name, p in module.named_parameters():
+            found.setdefault(id(p), prefix + name)
+    return found
 
 
 def of_optimizer(optimizer: Optimizer, names: Mapping[int, str], prefix: str = "optimizer/") -> Inventory:
@@ -113,17 +159,11 @@ def of_optimizer(optimizer: Optimizer, names: Mapping[int, str], prefix: str = "
     Raises CheckpointError for a parameter that the model does not have, and for a value of a cut parameter that is
     neither one number nor of the parameter's shape.
     """
-    found = Inventory({}, {}, {})
+    found = Inventory()
     groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        for place, p in enumerate(group["params"]):
-            if id(p) not in names:
-                raise CheckpointError(
-                    f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape {list(p.shape)}, is "
-                    "none of the model's.",
-                    fix="give the model whose parameters the optimizer was built of",
-                )
-            for key, value, held in _of_parameter(optimizer, p, prefix + names[id(p)]):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for key, value, held in _of_parameter(optimizer, p, prefix + name_of(p, names, optimizer)):
                 if held is None:
                     found.values[key] = value
                 else:
@@ -134,8 +174,20 @@ def of_optimizer(optimizer: Optimizer, names: Mapping[int, str], prefix: str = "
     return found
 
 
+def name_of(p: Tensor, names: Mapping[int, str], optimizer: Optimizer) -> str:
+    """Raises CheckpointError for a parameter that is none of the models'."""
+    if id(p) not in names:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has a parameter of shape {list(p.shape)} that is none of the model's.",
+            fix="give the model whose parameters the optimizer was built of",
+        )
+    return names[id(p)]
+
+
 def _of_parameter(optimizer: Optimizer, p: Tensor, prefix: str) -> Iterator[tuple[str, Any, Held | None]]:
     place = place_of(p)
+    if place is not None and not place.held:
+        return
     for name, value in optimizer.state.get(p, {}).items():
         key = f"{prefix}/{name}"
         if not isinstance(value, Tensor):

@@ -42,6 +42,7 @@ class Reader:
         """Raises CheckpointError, naming file, tensor and chunk, for the first chunk that is not as it was written."""
         touched: dict[str, dict[tuple[int, int], tuple[str, int, int]]] = defaultdict(dict)
         for one in wanted:
+            _check_covered(one)
             item = one.stored.torch_dtype.itemsize
             for piece in one.stored.pieces:
                 total = piece.box.numel * item
@@ -62,27 +63,21 @@ class Reader:
                         )
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """Copies values; what was checked before is not checked again."""
+        """Copies values, one tensor after the other; what was checked before is not checked again."""
         window = memoryview(bytearray(CHUNK_BYTES))
-        by_file: dict[str, list[tuple[Piece, Wanted]]] = defaultdict(list)
-        memory: dict[int, Tensor] = {}
-        for one in wanted:
-            values = one.held.values
-            if values is None:
-                continue
-            direct = values.device.type == "cpu" and values.is_contiguous()
-            memory[id(one)] = values if direct else torch.empty(values.shape, dtype=values.dtype)
-            for piece in one.stored.pieces:
-                by_file[piece.file].append((piece, one))
-        for file, pieces in sorted(by_file.items()):
-            with self._open(file) as fd:
-                for piece, one in sorted(pieces, key=lambda pair: pair[0].offset):
-                    self._copy(fd, piece, one, memory[id(one)], window)
-        for one in wanted:
-            if one.held.values is not None and memory[id(one)] is not one.held.values:
-                one.held.values.copy_(memory[id(one)])
-        changed = [one.held.values for one in wanted if one.held.values is not None]
-        torch.autograd.graph.increment_version(changed)
+        present = [(one, one.held.values) for one in wanted if one.held.values is not None]
+        for one, values in sorted(present, key=lambda pair: _first_piece(pair[0])):
+            dtype = one.stored.torch_dtype
+            direct = values.device.type == "cpu" and values.is_contiguous() and values.dtype is dtype
+            memory = values if direct else torch.empty(values.shape, dtype=dtype)
+            for file, pieces in _by_file(one.stored.pieces):
+                if any(overlap(piece.box, box) for piece in pieces for box, _ in one.held.boxes):
+                    with self._open(file) as fd:
+                        for piece in pieces:
+                            self._copy(fd, piece, one, memory, window)
+            if memory is not values:
+                values.copy_(memory)
+        torch.autograd.graph.increment_version([values for _, values in present])
 
     def _copy(self, fd: int, piece: Piece, one: Wanted, memory: Tensor, window: memoryview) -> None:
         item, target = memory.element_size(), bytes_of(memory)
@@ -112,6 +107,28 @@ class Reader:
         if self._files.read(fd, into, offset) != len(into):
             raise CheckpointError(
                 f"{self._folder / file} is too short: '{key}' reaches to byte {offset + len(into)} of it.",
+                fix="load another checkpoint",
+            )
+
+
+def _first_piece(one: Wanted) -> tuple[str, int]:
+    return min(((piece.file, piece.offset) for piece in one.stored.pieces), default=("", 0))
+
+
+def _by_file(pieces: Sequence[Piece]) -> list[tuple[str, list[Piece]]]:
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
+        found[piece.file].append(piece)
+    return list(found.items())
+
+
+def _check_covered(one: Wanted) -> None:
+    """Raises CheckpointError where the pieces of a tensor have not all that is wanted of it."""
+    for box, _ in one.held.boxes:
+        parts = [overlap(piece.box, box) for piece in one.stored.pieces]
+        if sum(part.numel for part in parts if part is not None) != box.numel:
+            raise CheckpointError(
+                f"the checkpoint's pieces of '{one.key}' do not make up {list(box.size)} from {list(box.start)} on.",
                 fix="load another checkpoint",
             )
 

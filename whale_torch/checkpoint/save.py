@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, parts_of, settled
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import LATEST, folder_of, point, temporary
 from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredTensor, dtype_name
-from whale_torch.checkpoint.inventory import Held, Inventory, held_of_place, of_model, of_optimizer, parameter_names
+from whale_torch.checkpoint.inventory import Held, Inventory
 from whale_torch.checkpoint.payload import Item, write_payload
-from whale_torch.checkpoint.ranks import Ranks, mesh_of
+from whale_torch.checkpoint.ranks import Ranks
 from whale_torch.checkpoint.share import share
-from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError
 
 __all__ = ["save"]
@@ -30,23 +30,31 @@ def save(
     *,
     step: int,
     model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     extra: Mapping[str, Any] | None = None,
+    rng: bool = True,
     files: Files | None = None,
     **states: Any,
 ) -> Path:
     """Writes a checkpoint, run_dir/step-<step>, that any plan, world size or plain process can load.
 
-    Every rank calls it; each writes a part of what it holds, and of what several hold one of them. extra: plain data
-    and tensors. states: anything with a state_dict (schedulers, scalers, samplers); of both rank 0's are written. A
-    checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
+    Every rank calls it; each writes a part of what it holds, and of what several hold one of them. optimizer: one, or
+    several by names. extra: plain data and tensors, of which rank 0's are written. rng: whether the random states of
+    the ranks are. states: by a name of yours, anything with state_dict and load_state_dict: schedulers, scalers,
+    samplers; further modules (averages of weights) and their optimizers. One that differs between ranks is kept of each.
+    A checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
     Returns the folder. Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a
     rank fails to.
     """
     final = Path(run_dir) / folder_of(step)
-    saving = _Saving(final, step, Files() if files is None else files, Ranks(mesh_of(model)))
+    ranks = Ranks(mesh_among(model, states))
+    saving = _Saving(final, step, Files() if files is None else files, ranks)
     saving.begin()
-    inventory = saving.ranks.run(saving.what, lambda: _inventory(model, optimizer, extra or {}, states))
+
+    def contents() -> Contents:
+        return Contents(parts_of(model, optimizer, states), extra or {}, rng=rng, first=ranks.index == 0)
+
+    inventory = settled(ranks.run(saving.what, contents), ranks, saving.what)
     saving.commit(inventory, saving.write(inventory))
     return final
 
@@ -93,15 +101,12 @@ class _Saving:
     def commit(self, inventory: Inventory, pieces: list[Any]) -> None:
         """Writes the index, and makes the folder the checkpoint."""
 
-        states = self.ranks.gather({k: v for k, v in inventory.values.items() if k.startswith("optimizer/")})
-
         def run() -> None:
-            for of_rank in states:
-                inventory.values |= {key: value for key, value in of_rank.items() if key not in inventory.values}
             index = Index(self._identity, self._step, ties=inventory.ties, values=inventory.values)
             index.tensors = {k: StoredTensor(dtype_name(h.dtype), h.shape) for k, h in inventory.tensors.items()}
             for key, dtype, shape, piece in pieces:  # also of what only ranks of other stages have a state of
                 index.tensors.setdefault(key, StoredTensor(dtype, tuple(shape))).pieces.append(Piece.from_json(piece))
+            _check_complete(index)
             text = index.to_json().encode()
             with self._files.create(self._folder / INDEX) as fd:
                 self._files.write(fd, memoryview(text), 0)
@@ -113,31 +118,13 @@ class _Saving:
         self.ranks.first(self.what, run)
 
 
-def _inventory(
-    model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], states: Mapping[str, Any]
-) -> Inventory:
-    found = Inventory({}, {}, {}) if model is None else of_model(model)
-    if optimizer is not None:
-        if model is None:
-            raise CheckpointError("an optimizer is saved without its model.", fix="give the model too: names are its")
-        of = of_optimizer(optimizer, parameter_names(model))
-        found.tensors |= of.tensors
-        found.values |= of.values
-    given = (
-        found.values | {"extra": dict(extra)} | {f"states/{name}": _state(name, one) for name, one in states.items()}
-    )
-    tensors: dict[str, Tensor] = {}
-    values = {key: encode(value, key, tensors) for key, value in given.items()}
-    found.tensors |= {key: held_of_place(key, value, None) for key, value in tensors.items()}
-    return Inventory(found.tensors, found.ties, values)
-
-
-def _state(name: str, one: Any) -> Any:
-    if not callable(getattr(one, "state_dict", None)):
-        raise CheckpointError(
-            f"{name}= is a {type(one).__name__}, without a state_dict.", fix="plain data goes into extra={...}"
-        )
-    return one.state_dict()
+def _check_complete(index: Index) -> None:
+    for key, stored in index.tensors.items():
+        written, whole = sum(piece.box.numel for piece in stored.pieces), math.prod(stored.shape)
+        if written != whole:
+            raise CheckpointError(
+                f"ranks hold {written} of the {whole} elements of '{key}'.", fix="save a model that all ranks built alike"
+            )
 
 
 def _item(held: Held, box: Box) -> Item:
@@ -146,7 +133,7 @@ def _item(held: Held, box: Box) -> Item:
     for whole, local in held.boxes:
         inside = zip(box.start, box.size, whole.start, whole.size, strict=True)
         if all(w <= b and b + n <= w + m for b, n, w, m in inside):
-            values = held.values
+            values = held.values.resolve_conj().resolve_neg()
             for dim, (b, n, w, at) in enumerate(zip(box.start, box.size, whole.start, local.start, strict=True)):
                 values = values.narrow(dim, at + b - w, n)
             return Item(held.key, box, values)

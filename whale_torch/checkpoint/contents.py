@@ -1,0 +1,168 @@
+"""What one checkpoint holds: models, optimizers and states of all kinds, as tensors and plain data under their keys.
+
+A state that differs between ranks (a loader's position, say) is kept of each: `by_rank` names those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whale_torch.checkpoint.inventory import Inventory, held_of_place, of_model, of_optimizer, parameter_names
+from whale_torch.checkpoint.payload import bytes_of
+from whale_torch.checkpoint.random_states import feed_of, random_state
+from whale_torch.checkpoint.ranks import Ranks, mesh_of
+from whale_torch.checkpoint.values import encode
+from whale_torch.errors import CheckpointError
+from whale_torch.mesh import Mesh
+
+__all__ = ["BY_RANK", "FEEDS", "RNG", "Contents", "Optimizers", "Parts", "key_of_rank", "mesh_among", "parts_of", "settled"]
+
+Optimizers = Optimizer | Mapping[str, Optimizer]
+
+BY_RANK, FEEDS, RNG = "by_rank", "feeds", "rng"
+_OF_ALL, _GROUPS = (BY_RANK, FEEDS), "/groups"  # what rank 0 has too
+
+
+def key_of_rank(key: str, rank: int) -> str:
+    return f"ranks/{rank}/{key}"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a save or a load is given, each with the prefix of its keys."""
+
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, Optimizer]
+    states: dict[str, Any]
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self.modules.get("model/")
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of all parameters, by id; those of further modules behind theirs."""
+        return parameter_names(*(("" if k == "model/" else k, module) for k, module in self.modules.items()))
+
+
+def mesh_among(model: nn.Module | None, states: Mapping[str, Any]) -> Mesh | None:
+    """The mesh of the first parallelized model, None without one."""
+    modules = (one for one in (model, *states.values()) if isinstance(one, nn.Module))
+    return next((mesh for module in modules if (mesh := mesh_of(module)) is not None), None)
+
+
+def parts_of(model: nn.Module | None, optimizer: Optimizers | None, states: Mapping[str, Any]) -> Parts:
+    """Raises CheckpointError for what is no optimizer, or has no state_dict."""
+    found = Parts({} if model is None else {"model/": model}, {}, {})
+    if isinstance(optimizer, Mapping):
+        found.optimizers.update({f"optimizer/@{name}/": one for name, one in optimizer.items()})
+    elif optimizer is not None:
+        found.optimizers["optimizer/"] = optimizer
+    for key, one in found.optimizers.items():
+        if not isinstance(one, Optimizer):
+            raise CheckpointError(
+                f"{key.strip('/')} is a {type(one).__name__}.", fix="an optimizer of torch.optim, or {name: optimizer}"
+            )
+    for name, one in states.items():
+        key = f"states/{name}/"
+        if isinstance(one, nn.Module):
+            found.modules[key] = one
+        elif isinstance(one, Optimizer):
+            found.optimizers[key] = one
+        elif callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None)):
+            found.states[f"states/{name}"] = one
+        else:
+            raise CheckpointError(
+                f"{name}= is a {type(one).__name__}, without state_dict and load_state_dict.",
+                fix="plain data goes into extra={...}",
+            )
+    if found.optimizers and not found.modules:
+        raise CheckpointError("an optimizer without its model.", fix="give the model too: names are its")
+    return found
+
+
+class Contents:
+    """What this rank has for a checkpoint, before it is known what the others have. first: whether it is rank 0."""
+
+    def __init__(self, parts: Parts, extra: Mapping[str, Any], *, rng: bool, first: bool = True):
+        self.inventory = Inventory()
+        for key, module in parts.modules.items():
+            self.inventory.add(of_model(module, key))
+        names = parts.names if parts.optimizers else {}
+        for key, optimizer in parts.optimizers.items():
+            self.inventory.add(of_optimizer(optimizer, names, key))
+        counting = {k: v for k, v in self.inventory.values.items() if k not in self.inventory.elsewhere}
+        self.inventory.values = {}
+        self._of_rank: dict[str, Any] = {key: state.state_dict() for key, state in parts.states.items()}
+        if rng:
+            self._of_rank[RNG] = random_state(mesh_among(parts.model, parts.modules))
+        self.feed = feed_of(parts.model)
+        for key, value in (counting | ({"extra": dict(extra)} if first else {})).items():
+            self._add(key, value)
+        self.digests = {key: _digest(key, value) for key, value in self._of_rank.items()}
+
+    def _add(self, key: str, value: Any) -> None:
+        tensors: dict[str, Tensor] = {}
+        self.inventory.values[key] = encode(value, key, tensors)
+        for name, tensor in tensors.items():
+            self.inventory.tensors[name] = replace(held_of_place(name, tensor, None), alike=False)
+
+    def add_states(self, differ: set[str], ranks: Ranks) -> None:
+        """States, of which those in `differ` are kept of each rank."""
+        for key, value in self._of_rank.items():
+            if key in differ or ranks.index == 0:
+                self._add(key_of_rank(key, ranks.index) if key in differ else key, value)
+
+
+def settled(contents: Contents, ranks: Ranks, what: str) -> Inventory:
+    """What this rank holds of all that is saved, after ranks told each other: a collective.
+
+    On the first rank the values of all are in it. Raises CheckpointError, alike on all ranks, where they save different
+    things.
+    """
+    mine = contents.inventory
+    told = ranks.gather([list(contents.feed), contents.digests, mine.ties])
+    differ = {key for key in contents.digests if any(one[1].get(key) != contents.digests[key] for one in told)}
+
+    def check() -> None:
+        for rank, (_, digests, _) in enumerate(told):
+            if digests.keys() != told[0][1].keys():
+                odd = sorted(digests.keys() ^ told[0][1].keys())[0].rpartition("/")[2]
+                raise CheckpointError(
+                    f"ranks save different states: '{odd}' is on one of ranks 0 and {rank} alone.",
+                    fix="give wh.save the same on every rank",
+                )
+        contents.add_states(differ, ranks)
+
+    ranks.run(what, check)
+    for _, _, ties in told:
+        for key, first in ties.items():
+            mine.ties.setdefault(key, first)
+    for key in mine.ties:
+        mine.tensors.pop(key, None)
+    if differ:
+        mine.values[BY_RANK] = sorted(differ)
+    mine.values[FEEDS] = [feed for feed, _, _ in told]
+    further = {k: v for k, v in mine.values.items() if ranks.index and not k.endswith(_GROUPS) and k not in _OF_ALL}
+    for others in ranks.gather(further):
+        for key, value in others.items():
+            mine.values.setdefault(key, value)
+    return mine
+
+
+def _digest(key: str, value: Any) -> str:
+    """Of all that a state says."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(encode(value, key, tensors))
+    found = hashlib.blake2b(text.encode(), digest_size=16)
+    for name, tensor in tensors.items():
+        found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        found.update(bytes_of(tensor.cpu().contiguous()))
+    return found.hexdigest()

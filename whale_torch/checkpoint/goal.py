@@ -1,0 +1,258 @@
+"""Where everything that a load reads goes: the memory of models and optimizers, and values that are handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whale_torch.checkpoint.choice import MOST, Choice, listed
+from whale_torch.checkpoint.contents import BY_RANK, FEEDS, RNG, Parts, key_of_rank, mesh_among
+from whale_torch.checkpoint.index import Index, StoredTensor, dtype_name
+from whale_torch.checkpoint.inventory import Held, held_of_place, of_model
+from whale_torch.checkpoint.moments import Moments
+from whale_torch.checkpoint.random_states import feed_of, restore, state_for
+from whale_torch.checkpoint.ranks import Ranks
+from whale_torch.checkpoint.reader import Wanted
+from whale_torch.checkpoint.values import decode
+from whale_torch.errors import CheckpointError
+
+__all__ = ["Goal"]
+
+
+class Goal:
+    """fresh: tensors of values, read first. wanted: those whose memory is in use. missing, unexpected: names."""
+
+    def __init__(self, index: Index, parts: Parts, choice: Choice, ranks: Ranks, *, rng: bool | None):
+        self._index, self._parts, self._choice, self._ranks = index, parts, choice, ranks
+        self.fresh: list[Wanted] = []
+        self.wanted: list[Wanted] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.rng = "kept"
+        self._tensors: dict[str, Tensor] = {}
+        self._values: dict[str, Any] = {}  # decoded
+        self._taken: list[str] = []  # keys of values that are handed on
+        self._moments = [
+            Moments(self, prefix, optimizer, parts.names) for prefix, optimizer in parts.optimizers.items()
+        ]
+        self._of_module: dict[str, list[tuple[str, str]]] = {}
+        for prefix, module in parts.modules.items():
+            self._add_module(prefix, module, choice if prefix == "model/" else Choice(dtype=choice.dtype))
+        for moments in self._moments:
+            moments.add()
+        self._states = {key: self._key_of_state(key) for key in parts.states}
+        for key in self._states.values():
+            self.take_value(key)
+        self.take_value("extra")
+        self._plan_rng(rng)
+
+    # ---- what parts of a goal ask for ----
+
+    @property
+    def index(self) -> Index:
+        return self._index
+
+    @property
+    def choice(self) -> Choice:
+        return self._choice
+
+    def stored(self, key: str) -> StoredTensor | None:
+        """A stored tensor by any of its names."""
+        return self._index.tensors.get(self._index.ties.get(key, key))
+
+    def take_value(self, key: str) -> None:
+        """Reads the tensors of a value too."""
+        if key not in self._index.values:
+            return
+        self._taken.append(key)
+        for name in _tensors_of(self._index.values[key]):
+            stored = self._index.tensors.get(name)
+            if stored is not None and name not in self._tensors:
+                self._tensors[name] = torch.empty(stored.shape, dtype=stored.torch_dtype)
+                self.fresh.append(Wanted(name, stored, held_of_place(name, self._tensors[name], None)))
+
+    def value(self, key: str) -> Any:
+        return self._values[key]
+
+    def decode(self) -> None:
+        """Once the fresh tensors are read; before anything in use changes."""
+        self._values = {key: decode(self._index.values[key], self._tensors) for key in self._taken}
+
+    # ---- models ----
+
+    def _add_module(self, prefix: str, module: nn.Module, choice: Choice) -> None:
+        inventory = of_model(module, prefix)
+        names: dict[str, list[str]] = {key: [key] for key in (*inventory.tensors, *inventory.values)}
+        for key, first in inventory.ties.items():
+            names[first].append(key)
+        choice.check(key.removeprefix(prefix) for keys in names.values() for key in keys)
+        known = {*self._index.tensors, *self._index.ties, *self._index.values}
+        stored = {key for key in known if key.startswith(prefix)}
+        used: set[str] = set()
+        missing, faults = [], []
+        for key, keys in names.items():
+            if not any(choice.takes(one.removeprefix(prefix)) for one in keys):
+                continue
+            sources = self._sources(prefix, keys, stored, choice)
+            used |= {*keys, *sources}
+            if not sources:
+                missing.append(key.removeprefix(prefix))
+            elif key in inventory.values:
+                self.take_value(sources[0])
+                self._of_module.setdefault(prefix, []).append((key, sources[0]))
+            else:
+                faults.append(self._add_tensor(inventory.tensors[key], sources, choice))
+        unexpected = [] if choice.only is not None else [k.removeprefix(prefix) for k in stored - used]
+        self.missing += missing
+        self.unexpected += unexpected
+        mine = [key.removeprefix(prefix) for keys in names.values() for key in keys]
+        if not choice.missing_ok:
+            faults.insert(0, listed("missing", missing, [key.removeprefix(prefix) for key in stored]))
+        if not choice.unexpected_ok:
+            faults.append(listed("unexpected", unexpected, mine))
+        self._refuse(module, [fault for fault in faults if fault])
+
+    def _sources(self, prefix: str, keys: list[str], stored: set[str], choice: Choice) -> list[str]:
+        """Stored keys of what one tensor of the model is loaded from."""
+        for key in keys:
+            source = choice.source(key.removeprefix(prefix))
+            if source is not None:
+                if prefix + source not in stored:
+                    found = listed("has no", [source], [one.removeprefix(prefix) for one in stored])
+                    raise CheckpointError(
+                        f"assign: '{key.removeprefix(prefix)}' is to be loaded from '{source}', and the checkpoint "
+                        f"{found}.",
+                        fix="give a name of the checkpoint: python -m whale_torch inspect lists them",
+                    )
+                return [prefix + source]
+        return [key for key in keys if key in stored]
+
+    def _add_tensor(self, held: Held, sources: list[str], choice: Choice) -> str:
+        """What keeps it from being loaded, "" for nothing."""
+        name = held.key.partition("/")[2]
+        of = {self._index.ties.get(key, key) for key in sources}
+        if len(of) > 1:
+            return f"{' and '.join(sorted(one.partition('/')[2] for one in of))} are one tensor in the model, not there"
+        found = self.stored(sources[0])
+        if found is None:
+            return f"{name} is no tensor in the checkpoint"
+        if held.shape != tuple(found.shape):
+            return f"{name} has shape {tuple(found.shape)}, the model {held.shape}"
+        if dtype_name(held.dtype) != found.dtype and not (choice.dtype == "cast" and _can_cast(found, held.dtype)):
+            return f"{name} is {found.dtype}, the model's {dtype_name(held.dtype)}"
+        self.wanted.append(Wanted(held.key, found, held))
+        return ""
+
+    def _refuse(self, module: nn.Module, faults: list[str]) -> None:
+        if not faults:
+            return
+        fixes = ["build the model as it was saved"]
+        told = " ".join(faults)
+        if "missing " in told:
+            fixes.append("missing_ok=True keeps the model's own values")
+        if "unexpected " in told:
+            fixes.append("unexpected_ok=True leaves the checkpoint's out")
+        if ", the model's " in told and " is " in told:
+            fixes.append('dtype="cast" takes the dtypes of the model')
+        more = f"; and {len(faults) - MOST} more" if len(faults) > MOST else ""
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(module).__name__}: {'; '.join(faults[:MOST])}{more}.",
+            fix="; ".join(fixes),
+        )
+
+    # ---- states ----
+
+    def _key_of_state(self, key: str) -> str:
+        """Where a state is stored for this rank."""
+        values, name = self._index.values, key.removeprefix("states/")
+        if key in values:
+            return key
+        if key in values.get(BY_RANK, ()):
+            saved = len(values.get(FEEDS, ()))
+            if saved != self._ranks.size:
+                raise CheckpointError(
+                    f"state '{name}' differs between the {saved} ranks that saved it, and {self._ranks.size} load it.",
+                    fix="leave it out, or load on as many ranks",
+                )
+            return key_of_rank(key, self._ranks.index)
+        all_keys = [*values, *values.get(BY_RANK, ()), *self._index.tensors]
+        known = {one.removeprefix("states/").partition("/")[0] for one in all_keys if one.startswith("states/")}
+        raise CheckpointError(
+            f"the checkpoint has no {listed('state', [name], known)}; it has {sorted(known)}.", fix="leave it out"
+        )
+
+    def _plan_rng(self, wanted: bool | None) -> None:
+        values = self._index.values
+        self._rng: tuple[str, bool] | None = None
+        if wanted is False or (wanted is None and not self._parts.optimizers):
+            return
+        feeds = [tuple(feed) for feed in values.get(FEEDS, ())]
+        rank, as_it_is = state_for(feed_of(self._parts.model), self._ranks.index, feeds)
+        key = key_of_rank(RNG, rank) if RNG in values.get(BY_RANK, ()) else RNG
+        if key not in values:
+            if wanted:
+                raise CheckpointError("the checkpoint has no random states.", fix="leave rng=True out")
+            return
+        self.take_value(key)
+        self._rng = key, as_it_is
+        self.rng = "restored" if as_it_is else "derived"
+
+    # ---- once all is read ----
+
+    def apply(self) -> dict[str, Any]:
+        """Hands on what is no memory of the model's; gives what was saved as extra."""
+        for prefix, module in self._parts.modules.items():
+            self._apply_module(prefix, module)
+        for moments in self._moments:
+            moments.apply()
+        for key, state in self._parts.states.items():
+            state.load_state_dict(self._values[self._states[key]])
+        if self._rng is not None:
+            key, as_it_is = self._rng
+            mesh = mesh_among(self._parts.model, self._parts.modules)
+            restore(self._values[key], feed_of(self._parts.model), mesh, as_it_is=as_it_is)
+        return dict(self._values.get("extra", {}))
+
+    def _apply_module(self, prefix: str, module: nn.Module) -> None:
+        """Modules that make something of what they load, or of what they give, get all of it by load_state_dict."""
+        given = self._of_module.get(prefix, [])
+        if not given and not any(_loads_by_itself(member) for member in module.modules()):
+            return
+        state = module.state_dict()
+        for key, source in given:
+            state[key.removeprefix(prefix)] = self._values[source]
+        module.load_state_dict(state)
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    own = type(module)._load_from_state_dict
+    if not own.__module__.startswith("torch.nn.") and own is not nn.Module._load_from_state_dict:
+        return True
+    hooks = [*vars(module)["_load_state_dict_pre_hooks"].values(), *vars(module)["_load_state_dict_post_hooks"].values()]
+    return any(not _is_ours(hook) for hook in hooks)
+
+
+def _is_ours(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)
+    return str(getattr(hook, "__module__", "")).startswith(("whale_torch.", "torch.nn."))
+
+
+def _can_cast(found: StoredTensor, dtype: torch.dtype) -> bool:
+    return found.torch_dtype.is_floating_point and dtype.is_floating_point
+
+
+def _tensors_of(value: Any) -> Iterator[str]:
+    """The keys of the tensors in an encoded value."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            key = one.get("key")
+            if one.get("__kind__") == "tensor" and isinstance(key, str):
+                yield key
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one

@@ -1,0 +1,155 @@
+"""What is loaded into one optimizer: the state of each parameter, by its name, and the options of groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from whale_torch.checkpoint.choice import listed
+from whale_torch.checkpoint.index import StoredTensor
+from whale_torch.checkpoint.inventory import held_of_place, name_of
+from whale_torch.checkpoint.reader import Wanted
+from whale_torch.comm.registry import ParameterPlace, place_of
+from whale_torch.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from whale_torch.checkpoint.goal import Goal
+
+__all__ = ["Moments"]
+
+# How an optimizer computes, not what: those of the optimizer that loads stay.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+_ON_CPU = ("step", "mu_product")  # numbers that torch keeps on the CPU unless a graph captures them
+
+
+class Moments:
+    """names: of all parameters, by id."""
+
+    def __init__(self, goal: Goal, prefix: str, optimizer: Optimizer, names: Mapping[int, str]):
+        self._goal, self._prefix, self._optimizer, self._names = goal, prefix, optimizer, names
+        self._states: dict[Tensor, dict[str, Any]] = {}
+        self._sources: dict[Tensor, str] = {}
+
+    def add(self) -> None:
+        """Asks for what is stored. Raises CheckpointError where parameters are not in the checkpoint's optimizer."""
+        goal, groups = self._goal, f"{self._prefix}groups"
+        if groups not in goal.index.values:
+            known = sorted(k.removesuffix("/groups") for k in goal.index.values if k.endswith("/groups"))
+            what = self._prefix.strip("/").replace("optimizer/@", "optimizer ").replace("states/", "state ")
+            raise CheckpointError(f"the checkpoint has no {what}; it has {known}.", fix="load it without")
+        goal.take_value(groups)
+        keys: dict[str, list[str]] = {}
+        for key in (*goal.index.tensors, *goal.index.values):
+            if key.startswith(self._prefix) and key != groups:
+                keys.setdefault(key.removeprefix(self._prefix).rpartition("/")[0], []).append(key)
+        trained = _parameters_of(goal.index.values[groups])
+        missing = []
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                name = name_of(p, self._names, self._optimizer)
+                if not goal.choice.takes(name):
+                    continue
+                source = goal.choice.source(name) or name
+                if source in trained:
+                    self._sources[p] = source
+                    self._states[p] = self._state_of(group, p, keys.get(source, []))
+                elif p.requires_grad:
+                    missing.append(name)
+            self._check_group(groups, [trained[self._sources[p]] for p in group["params"] if p in self._sources])
+        if missing and not goal.choice.missing_ok:
+            raise CheckpointError(
+                f"the checkpoint's {type(self._optimizer).__name__} has no state of parameters: "
+                f"{listed('missing', missing, trained)}.",
+                fix="build the optimizer of what it was saved with; missing_ok=True begins those anew",
+            )
+
+    def _check_group(self, groups: str, numbers: list[int]) -> None:
+        stored = self._goal.index.values[groups]
+        told = {json.dumps({k: v for k, v in stored[n]["options"].items() if k not in _HOW}): n for n in numbers}
+        if len(told) > 1:
+            first, second = [stored[n]["params"][0] for n in told.values()][:2]
+            raise CheckpointError(
+                f"'{first}' and '{second}' are in one group of this {type(self._optimizer).__name__}, and were saved in "
+                "groups with different options.",
+                fix="build the optimizer's groups as they were saved",
+            )
+
+    def _state_of(self, group: Mapping[str, Any], p: Tensor, keys: list[str]) -> dict[str, Any]:
+        goal, place = self._goal, place_of(p)
+        state: dict[str, Any] = {}
+        if place is not None and not place.held:
+            return state
+        shape = tuple(p.shape) if place is None or place.shard is None else place.shard.shape
+        for key in keys:
+            name = key.rpartition("/")[2]
+            stored = goal.index.tensors.get(key)
+            if stored is None:
+                goal.take_value(key)
+                state[name] = _Later(key)
+                continue
+            like = tuple(stored.shape) == shape and bool(shape)
+            state[name] = self._memory(group, p, name, stored, like=like)
+            held = held_of_place(key, state[name], place if like else None)
+            goal.wanted.append(Wanted(key, stored, held))
+        return state
+
+    def _memory(
+        self, group: Mapping[str, Any], p: Tensor, name: str, stored: StoredTensor, *, like: bool
+    ) -> Tensor:
+        """That of the present state where it fits; else new, of the parameter's strides where it has its shape."""
+        shape = tuple(p.shape) if like else tuple(stored.shape)
+        dtype = self._dtype(p, stored) if like else stored.torch_dtype
+        graph = group.get("capturable") or group.get("fused")
+        device = torch.device("cpu") if name in _ON_CPU and not like and not graph else p.device
+        present = self._optimizer.state.get(p, {}).get(name)
+        if isinstance(present, Tensor) and (tuple(present.shape), present.dtype, present.device) == (shape, dtype, device):
+            return present
+        if like:
+            return torch.empty_like(p.detach().as_subclass(Tensor), dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def _dtype(self, p: Tensor, stored: StoredTensor) -> torch.dtype:
+        """As it was saved; cast as the parameter is, where it had the parameter's."""
+        of = self._goal.stored(f"model/{self._sources[p]}")
+        cast = self._goal.choice.dtype == "cast" and of is not None and of.dtype == stored.dtype
+        return p.dtype if cast else stored.torch_dtype
+
+    def apply(self) -> None:
+        """Puts states and options in place."""
+        for p, state in self._states.items():
+            self._optimizer.state.pop(p, None)
+            if state:
+                made = {k: self._goal.value(v.key) if isinstance(v, _Later) else v for k, v in state.items()}
+                self._optimizer.state[p] = made
+        options: dict[str, dict[str, Any]] = {}
+        for group in self._goal.value(f"{self._prefix}groups"):
+            options |= dict.fromkeys(group["params"], group["options"])
+        for group in self._optimizer.param_groups:
+            of = next((options[self._sources[p]] for p in group["params"] if p in self._sources), None)
+            for key, value in (of or {}).items():
+                if key not in _HOW:
+                    before = group.get(key)
+                    on = before.device if isinstance(before, Tensor) and isinstance(value, Tensor) else None
+                    group[key] = value.clone() if on is None and isinstance(value, Tensor) else value
+                    if on is not None:
+                        group[key] = value.to(on, copy=True)
+
+
+class _Later:
+    """A value that is no tensor of a parameter's."""
+
+    def __init__(self, key: str):
+        self.key = key
+
+
+def _parameters_of(groups: Any) -> dict[str, int]:
+    """The number of the group of each parameter that an optimizer was saved with."""
+    try:
+        return {name: number for number, group in enumerate(groups) for name in group["params"]}
+    except (TypeError, KeyError) as error:
+        raise CheckpointError("the checkpoint's groups of parameters cannot be read.") from error

@@ -1,0 +1,82 @@
+"""The random states of a rank: kept by its feed, since ranks that share samples draw alike, and others do not."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from whale_torch.errors import CheckpointError
+from whale_torch.mesh import Mesh
+from whale_torch.strategies.runtime import KEY, Runtime
+
+__all__ = ["feed_of", "random_state", "restore", "state_for"]
+
+Feed = tuple[int, int]
+"""The number of a rank's feed, and how many there are."""
+
+
+def feed_of(model: nn.Module | None) -> Feed:
+    runtime = None if model is None else model.__dict__.get(KEY)
+    if not isinstance(runtime, Runtime):
+        return 0, 1
+    return runtime.plan.feed_of(runtime.mesh.rank), runtime.plan.num_feeds
+
+
+def random_state(mesh: Mesh | None) -> dict[str, Any]:
+    """Those of torch, of Python, of numpy where it is in use, and of the rank's GPU, as plain data and tensors."""
+    version, words, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+    }
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy"] = (kind, keys, *rest)
+    if mesh is not None and mesh.device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(mesh.device)
+    return found
+
+
+def state_for(feed: Feed, rank: int, feeds: Sequence[Feed]) -> tuple[int, bool]:
+    """Of the ranks that were saved, with these feeds, the one whose state a rank takes, and whether it goes on as it is.
+
+    Where there are as many feeds as before, each goes on; else new states are drawn from that of the first rank.
+    """
+    index, count = feed
+    if not feeds or any(size != count for _, size in feeds):
+        return 0, False
+    if rank < len(feeds) and feeds[rank][0] == index:
+        return rank, True
+    return next(place for place, (number, _) in enumerate(feeds) if number == index), True
+
+
+def restore(state: Mapping[str, Any], feed: Feed, mesh: Mesh | None, *, as_it_is: bool) -> None:
+    """Takes over a state, or what follows from it for a feed. Raises CheckpointError for what is none."""
+    try:
+        if not as_it_is:
+            _draw_anew(state["torch"], feed)
+            return
+        words = tuple(state["python"]["words"].tolist())
+        random.setstate((state["python"]["version"], words, state["python"]["gauss"]))
+        torch.set_rng_state(state["torch"])
+        if "numpy" in state and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(state["numpy"])
+        if "cuda" in state and mesh is not None and mesh.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], mesh.device)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint's random state is none: {error}.", fix="wh.load(rng=False)") from error
+
+
+def _draw_anew(state: torch.Tensor, feed: Feed) -> None:
+    text = bytes(state.tolist()) + f"/{feed[0]}/{feed[1]}".encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
