@@ -59,7 +59,14 @@ def test_nan_comes_back() -> None:
 
 
 def test_further_dicts_and_numbers_come_back_as_plain_ones() -> None:
-    given = [OrderedDict(a=1), defaultdict(list, {"a": [1]}), Counter("aab"), np.float32(0.5), np.int64(3), np.bool_(True)]
+    given = [
+        OrderedDict(a=1),
+        defaultdict(list, {"a": [1]}),
+        Counter("aab"),
+        np.float32(0.5),
+        np.int64(3),
+        np.bool_(True),
+    ]
     assert _there_and_back(given) == [{"a": 1}, {"a": [1]}, {"a": 2, "b": 1}, 0.5, 3, True]
 
 

@@ -22,7 +22,18 @@ from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError
 from whale_torch.mesh import Mesh
 
-__all__ = ["BY_RANK", "FEEDS", "RNG", "Contents", "Optimizers", "Parts", "key_of_rank", "mesh_among", "parts_of", "settled"]
+__all__ = [
+    "BY_RANK",
+    "FEEDS",
+    "RNG",
+    "Contents",
+    "Optimizers",
+    "Parts",
+    "key_of_rank",
+    "mesh_among",
+    "parts_of",
+    "settled",
+]
 
 Optimizers = Optimizer | Mapping[str, Optimizer]
 

@@ -91,6 +91,9 @@ class Goal:
         choice.check(key.removeprefix(prefix) for keys in names.values() for key in keys)
         known = {*self._index.tensors, *self._index.ties, *self._index.values}
         stored = {key for key in known if key.startswith(prefix)}
+        values = {key: value for key, value in self._index.values.items() if key.startswith(prefix)}
+        stored.difference_update(key for value in values.values() for key in _tensors_of(value))
+        stored.update(values)
         used: set[str] = set()
         missing, faults = [], []
         for key, keys in names.items():
@@ -231,7 +234,10 @@ def _loads_by_itself(module: nn.Module) -> bool:
     own = type(module)._load_from_state_dict
     if not own.__module__.startswith("torch.nn.") and own is not nn.Module._load_from_state_dict:
         return True
-    hooks = [*vars(module)["_load_state_dict_pre_hooks"].values(), *vars(module)["_load_state_dict_post_hooks"].values()]
+    hooks = [
+        *vars(module)["_load_state_dict_pre_hooks"].values(),
+        *vars(module)["_load_state_dict_post_hooks"].values(),
+    ]
     return any(not _is_ours(hook) for hook in hooks)
 
 

@@ -132,10 +132,10 @@ def held_of_place(key: str, value: Tensor, place: ParameterPlace | None, *, writ
     if place is not None and not place.held:
         shape = place.shard.shape if place.shard is not None else tuple(value.shape)
         return Held(key, value.dtype, shape, None, ())
-    values = value.detach().as_subclass(Tensor)
-    if values.is_meta or values.layout is not torch.strided:
-        what = "on the meta device, without values" if values.is_meta else f"{values.layout}, not dense"
+    if value.is_meta or value.layout is not torch.strided:
+        what = "on the meta device, without values" if value.is_meta else f"{value.layout}, not dense"
         raise CheckpointError(f"'{key}' is {what}.", fix="give every tensor its values first, in dense memory")
+    values = value.detach().as_subclass(Tensor)
     if place is None or place.shard is None or place.parts is None:
         whole = Box.whole(values.shape)
         return Held(key, values.dtype, tuple(values.shape), values, ((whole, whole),), writes)

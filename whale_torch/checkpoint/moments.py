@@ -98,16 +98,18 @@ class Moments:
             goal.wanted.append(Wanted(key, stored, held))
         return state
 
-    def _memory(
-        self, group: Mapping[str, Any], p: Tensor, name: str, stored: StoredTensor, *, like: bool
-    ) -> Tensor:
+    def _memory(self, group: Mapping[str, Any], p: Tensor, name: str, stored: StoredTensor, *, like: bool) -> Tensor:
         """That of the present state where it fits; else new, of the parameter's strides where it has its shape."""
         shape = tuple(p.shape) if like else tuple(stored.shape)
         dtype = self._dtype(p, stored) if like else stored.torch_dtype
         graph = group.get("capturable") or group.get("fused")
         device = torch.device("cpu") if name in _ON_CPU and not like and not graph else p.device
         present = self._optimizer.state.get(p, {}).get(name)
-        if isinstance(present, Tensor) and (tuple(present.shape), present.dtype, present.device) == (shape, dtype, device):
+        if isinstance(present, Tensor) and (tuple(present.shape), present.dtype, present.device) == (
+            shape,
+            dtype,
+            device,
+        ):
             return present
         if like:
             return torch.empty_like(p.detach().as_subclass(Tensor), dtype=dtype, requires_grad=False)

@@ -68,7 +68,8 @@ class Reader:
         present = [(one, one.held.values) for one in wanted if one.held.values is not None]
         for one, values in sorted(present, key=lambda pair: _first_piece(pair[0])):
             dtype = one.stored.torch_dtype
-            direct = values.device.type == "cpu" and values.is_contiguous() and values.dtype is dtype
+            plain = values.is_contiguous() and not values.is_conj() and not values.is_neg()
+            direct = values.device.type == "cpu" and values.dtype is dtype and plain
             memory = values if direct else torch.empty(values.shape, dtype=dtype)
             for file, pieces in _by_file(one.stored.pieces):
                 if any(overlap(piece.box, box) for piece in pieces for box, _ in one.held.boxes):

@@ -123,7 +123,8 @@ def _check_complete(index: Index) -> None:
         written, whole = sum(piece.box.numel for piece in stored.pieces), math.prod(stored.shape)
         if written != whole:
             raise CheckpointError(
-                f"ranks hold {written} of the {whole} elements of '{key}'.", fix="save a model that all ranks built alike"
+                f"ranks hold {written} of the {whole} elements of '{key}'.",
+                fix="save a model that all ranks built alike",
             )
 
 
