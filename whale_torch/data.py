@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, MutableMapping, Sized
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from whale_torch.planning.layout import balanced
 from whale_torch.strategies.runtime import runtime_of
 
 __all__ = ["BatchSampler", "batch_sampler", "data_rank", "sampler"]
+
+Batch = TypeVar("Batch")
 
 
 def data_rank(model: nn.Module) -> tuple[int, int]:
@@ -113,6 +116,8 @@ class BatchSampler(Sampler[list[int]]):
         self._start = 0  # samples of this epoch that the next iterator skips
         self._position = 0  # where the last iterator began
         self._handed = 0  # batches it handed out
+        self._taken: int | None = None  # of those, what a loop has taken, where that is counted
+        self._ahead = False  # the workers of a DataLoader read it
         self._ended = False  # it has no more
 
     @property
@@ -134,7 +139,7 @@ class BatchSampler(Sampler[list[int]]):
         """Chooses the order of the next iterator. An epoch in which a loaded state stands goes on where it stood."""
         self._ended = False
         if epoch != self.epoch:
-            self.epoch, self._start, self._position, self._handed = epoch, 0, 0, 0
+            self.epoch, self._start, self._position, self._handed, self._taken = epoch, 0, 0, 0, None
 
     def allow_empty(self) -> BatchSampler:
         """Says that the reader can take an index list of 0 entries, as `data[rows]` of a tensor can."""
@@ -146,6 +151,7 @@ class BatchSampler(Sampler[list[int]]):
         if self._ended:
             self.epoch += 1
         self._position, self._start, self._handed, self._ended = self._start, 0, 0, False
+        self._taken, self._ahead = None, _workers_ask()
         self._collate.made = 0
         rest = (total - self._position) % self.global_batch_size
         if 0 < rest < self.count and not self.drop_last and not self._takes_empty:
@@ -156,6 +162,16 @@ class BatchSampler(Sampler[list[int]]):
                 "where you read the indices yourself; or drop_last=True",
             )
         return self._batches(self._order(total), self._position)
+
+    def counted(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches, counted as the loop takes them: what state_dict() tells then, inside the loop and behind
+        it, however far workers have read ahead. The batch that the loop is at counts as trained on.
+
+            for x, y in batches.counted(loader):
+        """
+        for number, batch in enumerate(loader, 1):
+            self._taken = number
+            yield batch
 
     def _batches(self, order: Tensor, start: int) -> Iterator[list[int]]:
         size = self.global_batch_size
@@ -178,16 +194,20 @@ class BatchSampler(Sampler[list[int]]):
     def state_dict(self, *, num_batches: int | None = None) -> dict[str, Any]:
         """Where the epoch stands, in samples: equal on every rank, and good for another number of feeds or batch size.
 
-        num_batches: batches of this iterator that were trained on; default: those handed out. A DataLoader with workers
-        reads ahead, so give it there. Raises CheckpointError where workers are seen to have read ahead.
+        num_batches: batches of this iterator that were trained on; default: those that `counted` saw, or else those
+        handed out. Raises CheckpointError where the workers of a DataLoader are seen to have read ahead.
         """
         if num_batches is None:
+            num_batches = self._taken
+        if num_batches is None:
             num_batches = self._handed
-            if self._collates and self._collate.made != num_batches:
+            made = f", of which {self._collate.made} were made in this process" if self._collates else ""
+            if self._collates and self._collate.made != num_batches or self._ahead:
                 raise CheckpointError(
-                    f"{num_batches} batches were handed out, of which {self._collate.made} were made in this process: "
-                    "the workers of a DataLoader read ahead of the training loop.",
-                    fix="batches.state_dict(num_batches=...) with the number of batches this loop has trained on",
+                    f"{num_batches} batches were handed out{made}: the workers of a DataLoader read ahead of the training "
+                    "loop.",
+                    fix="for batch in batches.counted(loader): counts what the loop takes; or "
+                    "batches.state_dict(num_batches=...)",
                 )
         consumed = min(self._position + num_batches * self.global_batch_size, len(self.dataset))
         return {"epoch": self.epoch, "consumed": max(consumed, self._start), **self._identity()}
@@ -204,13 +224,23 @@ class BatchSampler(Sampler[list[int]]):
                     fix=f"build wh.batch_sampler with the same {key}, or begin a new epoch: batches.set_epoch(...)",
                 )
         self.epoch, self._start = state["epoch"], state["consumed"]
-        self._position, self._handed, self._ended = 0, 0, False
+        self._position, self._handed, self._taken, self._ended = 0, 0, None, False
         left = len(self.dataset) - self._start
         if left < (self.global_batch_size if self.drop_last else 1):
             self.epoch, self._start = self.epoch + 1, 0
 
     def _identity(self) -> dict[str, Any]:
         return {"num_samples": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
+
+
+def _workers_ask() -> bool:
+    """Whether a DataLoader with workers asks for an iterator: it is told from one without by its class alone."""
+    frame = inspect.currentframe()
+    for _ in range(4):
+        frame = frame and frame.f_back
+        if frame and type(frame.f_locals.get("self")).__name__ == "_MultiProcessingDataLoaderIter":
+            return True
+    return False
 
 
 class _Collate:

@@ -149,7 +149,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
         loss = model(torch.ones(3, 4) * torch.arange(3)[:, None]).square().mean()
         loss.backward()
         made["a"].step(), made["b"].step()
-        return float(loss)
+        return float(loss.detach())
 
     model, made = build(0)
     step(model, made)

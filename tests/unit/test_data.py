@@ -138,6 +138,47 @@ def test_workers_that_read_ahead_are_noticed() -> None:
     list(reading)
 
 
+def test_workers_that_read_ahead_are_noticed_without_a_collate_function() -> None:
+    (s,) = feeds(20, 5, 1)
+    for workers in (0, 1):
+        reading = iter(DataLoader(TensorDataset(torch.arange(20)), batch_sampler=s, num_workers=workers))
+        next(reading)
+        if workers:
+            with pytest.raises(CheckpointError, match=r"read ahead of the training loop"):
+                s.state_dict()
+        else:
+            assert s.state_dict()["consumed"] == 5
+        list(reading)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_what_a_loop_took_is_counted(workers: int, stop: int) -> None:
+    """Saved in the middle of an epoch, by three feeds whose workers read ahead, and gone on with by two."""
+    data: Any = range(50)
+    before = feeds(50, 3, 3, shuffle=True, seed=2)
+    seen, states = [], []
+    for s in before:
+        loader = DataLoader(data, batch_sampler=s, collate_fn=s.collate_fn, num_workers=workers)
+        rows = []
+        for number, x in enumerate(s.counted(loader), 1):
+            rows.append(x.tolist())
+            if number == stop:
+                states.append(s.state_dict())
+                break
+        seen += joined(rows)
+    assert states[0] == states[1] == states[2] and states[0]["consumed"] == len(seen) == 9 * stop
+    rest = []
+    for s in feeds(50, 4, 2, shuffle=True, seed=2):
+        s.load_state_dict(states[0])
+        for x in s.counted(DataLoader(data, batch_sampler=s, collate_fn=s.collate_fn, num_workers=workers)):
+            rest += x.tolist()
+        assert s.state_dict()["consumed"] == 50
+        s.load_state_dict(s.state_dict())
+        assert s.epoch == 1
+    assert sorted(seen + rest) == list(range(50)), "none lost, none repeated"
+
+
 Point = namedtuple("Point", ["x", "y"])
 
 
