@@ -150,7 +150,7 @@ class BatchSampler(Sampler[list[int]]):
         total = len(self.dataset)
         if self._ended:
             self.epoch += 1
-        self._position, self._start, self._handed, self._ended = self._start, 0, 0, False
+        self._position, self._handed, self._ended = self._start, 0, False  # a DataLoader with workers asks twice
         self._taken, self._ahead = None, _workers_ask()
         self._collate.made = 0
         rest = (total - self._position) % self.global_batch_size
@@ -180,9 +180,9 @@ class BatchSampler(Sampler[list[int]]):
             rows = order[first : min(first + size, stop)]
             widths = balanced(len(rows), self.count)
             before = sum(widths[: self.index])
-            self._handed += 1
+            self._start, self._handed = 0, self._handed + 1
             yield rows[before : before + widths[self.index]].tolist()
-        self._ended = True
+        self._start, self._ended = 0, True
 
     def _order(self, total: int) -> Tensor:
         if not self.shuffle:
