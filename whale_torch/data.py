@@ -202,7 +202,7 @@ class BatchSampler(Sampler[list[int]]):
         if num_batches is None:
             num_batches = self._handed
             made = f", of which {self._collate.made} were made in this process" if self._collates else ""
-            if self._collates and self._collate.made != num_batches or self._ahead:
+            if (self._collates and self._collate.made != num_batches) or self._ahead:
                 raise CheckpointError(
                     f"{num_batches} batches were handed out{made}: the workers of a DataLoader read ahead of the training "
                     "loop.",

@@ -14,7 +14,7 @@ from whale_torch.checkpoint.choice import listed
 from whale_torch.checkpoint.index import StoredTensor
 from whale_torch.checkpoint.inventory import held_of_place, name_of
 from whale_torch.checkpoint.reader import Wanted
-from whale_torch.comm.registry import ParameterPlace, place_of
+from whale_torch.comm.registry import place_of
 from whale_torch.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -134,7 +134,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"a value of the checkpoint is none that is written here: kind {value[_KIND]!r:.60}, "
-            f"{type(error).__name__}: {str(error):.80}.",
+            f"{type(error).__name__}: {error!s:.80}.",
             fix="load another checkpoint",
         ) from error
 
