@@ -164,8 +164,8 @@ class BatchSampler(Sampler[list[int]]):
         return self._batches(self._order(total), self._position)
 
     def counted(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches, counted as the loop takes them: what state_dict() tells then, inside the loop and behind
-        it, however far workers have read ahead. The batch that the loop is at counts as trained on.
+        """The loader's batches, counted as the loop takes them: what state_dict() tells then, inside the loop and
+        behind it, however far workers have read ahead. The batch that the loop is at counts as trained on.
 
             for x, y in batches.counted(loader):
         """
@@ -204,8 +204,8 @@ class BatchSampler(Sampler[list[int]]):
             made = f", of which {self._collate.made} were made in this process" if self._collates else ""
             if (self._collates and self._collate.made != num_batches) or self._ahead:
                 raise CheckpointError(
-                    f"{num_batches} batches were handed out{made}: the workers of a DataLoader read ahead of the training "
-                    "loop.",
+                    f"{num_batches} batches were handed out{made}: the workers of a DataLoader read ahead of the "
+                    "training loop.",
                     fix="for batch in batches.counted(loader): counts what the loop takes; or "
                     "batches.state_dict(num_batches=...)",
                 )

@@ -1,4 +1,4 @@
-"""What ranks hold apart: buffers and states that differ, averages, what a stage alone has, and what one of them fails."""
+"""What ranks hold apart: buffers and states that differ, averages, what a stage alone has; and refusals, alike on all."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_rows_are_split_without_a_rest(shape: tuple[int, ...], most: int) -> Non
 def test_every_box_is_written_once_and_by_a_holder(seed: int) -> None:
     draw = random.Random(seed)
     ranks = draw.randint(1, 5)
-    shards = {f"cut{i}": draw.choice([s for s in SHARDS]) for i in range(4)}
+    shards = {f"cut{i}": draw.choice(SHARDS) for i in range(4)}
     shapes = {f"whole{i}": (draw.randint(1, 3), draw.randint(0, 5)) for i in range(4)}
     told = []
     for rank in range(ranks):

@@ -26,7 +26,7 @@ VALUES: dict[str, Any] = {
     "tuples": ((), (1,), (1, (2, [3]))),
     "sets": [set(), {1, 2}, {"a", (1, 2)}],
     "dicts": {"a": {"b": {}}, "": 1, "__kind__x": 2},
-    "odd keys": {1: "one", 2.5: "x", (1, "a"): [1], None: 0, True: 3, "1": "text"},
+    "odd keys": {1: "one", 2.5: "x", (1, "a"): [1], None: 0, False: 3, "1": "text"},
     "the kind's own name": {"__kind__": "tensor", "key": "../secret"},
     "a kind inside": [{"__kind__": "float", "value": "inf"}, {"__kind__": {"__kind__": 1}}],
     "dtypes": [torch.float32, torch.bfloat16, torch.bool],

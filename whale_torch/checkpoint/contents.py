@@ -113,7 +113,7 @@ class Contents:
         self.inventory.values = {}
         self._of_rank: dict[str, Any] = {key: state.state_dict() for key, state in parts.states.items()}
         if rng:
-            self._of_rank[RNG] = random_state(mesh_among(parts.model, parts.modules))
+            self._of_rank[RNG] = random_state(mesh_among(parts.model, parts.modules), parts.model)
         self.feed = feed_of(parts.model)
         for key, value in (counting | ({"extra": dict(extra)} if first else {})).items():
             self._add(key, value)

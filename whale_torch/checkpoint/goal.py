@@ -216,7 +216,7 @@ class Goal:
         if self._rng is not None:
             key, as_it_is = self._rng
             mesh = mesh_among(self._parts.model, self._parts.modules)
-            restore(self._values[key], feed_of(self._parts.model), mesh, as_it_is=as_it_is)
+            restore(self._values[key], mesh, self._parts.model, as_it_is=as_it_is)
         return dict(self._values.get("extra", {}))
 
     def _apply_module(self, prefix: str, module: nn.Module) -> None:

@@ -74,8 +74,8 @@ class Moments:
         if len(told) > 1:
             first, second = [stored[n]["params"][0] for n in told.values()][:2]
             raise CheckpointError(
-                f"'{first}' and '{second}' are in one group of this {type(self._optimizer).__name__}, and were saved in "
-                "groups with different options.",
+                f"'{first}' and '{second}' are in one group of this {type(self._optimizer).__name__}, and were saved "
+                "in groups with different options.",
                 fix="build the optimizer's groups as they were saved",
             )
 

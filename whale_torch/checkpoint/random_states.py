@@ -13,6 +13,7 @@ from torch import nn
 
 from whale_torch.errors import CheckpointError
 from whale_torch.mesh import Mesh
+from whale_torch.strategies.pipeline.runtime import PipelineRuntime
 from whale_torch.strategies.runtime import KEY, Runtime
 
 __all__ = ["feed_of", "random_state", "restore", "state_for"]
@@ -28,8 +29,10 @@ def feed_of(model: nn.Module | None) -> Feed:
     return runtime.plan.feed_of(runtime.mesh.rank), runtime.plan.num_feeds
 
 
-def random_state(mesh: Mesh | None) -> dict[str, Any]:
-    """Those of torch, of Python, of numpy where it is in use, and of the rank's GPU, as plain data and tensors."""
+def random_state(mesh: Mesh | None, model: nn.Module | None) -> dict[str, Any]:
+    """Those of torch, of Python, of numpy where it is in use, of the rank's GPU and of a pipeline, as plain data and
+    tensors.
+    """
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -40,11 +43,19 @@ def random_state(mesh: Mesh | None) -> dict[str, Any]:
         found["numpy"] = (kind, keys, *rest)
     if mesh is not None and mesh.device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(mesh.device)
+    pipeline = _pipeline_of(model)
+    if pipeline is not None:  # whose steps draw from streams of their own
+        found["pipeline"] = {"seed": pipeline.seed, "number": pipeline.number}
     return found
 
 
+def _pipeline_of(model: nn.Module | None) -> PipelineRuntime | None:
+    runtime = None if model is None else model.__dict__.get(KEY)
+    return runtime if isinstance(runtime, PipelineRuntime) else None
+
+
 def state_for(feed: Feed, rank: int, feeds: Sequence[Feed]) -> tuple[int, bool]:
-    """Of the ranks that were saved, with these feeds, the one whose state a rank takes, and whether it goes on as it is.
+    """Of the ranks that were saved, with these feeds, the one whose state a rank takes, and whether that goes on.
 
     Where there are as many feeds as before, each goes on; else new states are drawn from that of the first rank.
     """
@@ -56,11 +67,14 @@ def state_for(feed: Feed, rank: int, feeds: Sequence[Feed]) -> tuple[int, bool]:
     return next(place for place, (number, _) in enumerate(feeds) if number == index), True
 
 
-def restore(state: Mapping[str, Any], feed: Feed, mesh: Mesh | None, *, as_it_is: bool) -> None:
-    """Takes over a state, or what follows from it for a feed. Raises CheckpointError for what is none."""
+def restore(state: Mapping[str, Any], mesh: Mesh | None, model: nn.Module | None, *, as_it_is: bool) -> None:
+    """Takes over a state, or what follows from it for this rank's feed. Raises CheckpointError for what is none."""
     try:
+        pipeline = _pipeline_of(model)
+        if pipeline is not None and "pipeline" in state:
+            pipeline.seed, pipeline.number = int(state["pipeline"]["seed"]), int(state["pipeline"]["number"])
         if not as_it_is:
-            _draw_anew(state["torch"], feed)
+            _draw_anew(state["torch"], feed_of(model))
             return
         words = tuple(state["python"]["words"].tolist())
         random.setstate((state["python"]["version"], words, state["python"]["gauss"]))

@@ -41,8 +41,8 @@ def save(
     Every rank calls it; each writes a part of what it holds, and of what several hold one of them. optimizer: one, or
     several by names. extra: plain data and tensors, of which rank 0's are written. rng: whether the random states of
     the ranks are. states: by a name of yours, anything with state_dict and load_state_dict: schedulers, scalers,
-    samplers; further modules (averages of weights) and their optimizers. One that differs between ranks is kept of each.
-    A checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
+    samplers; further modules (averages of weights) and their optimizers. One that differs between ranks is kept of
+    each. A checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
     Returns the folder. Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a
     rank fails to.
     """
