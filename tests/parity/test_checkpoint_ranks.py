@@ -1,4 +1,4 @@
-"""What ranks hold apart: buffers and states that differ, averages, what a stage alone has; and refusals, alike on all."""
+"""What ranks hold apart: buffers and states that differ, averages, what a stage alone has; refusals on all ranks."""
 
 from __future__ import annotations
 
