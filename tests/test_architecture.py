@@ -73,6 +73,8 @@ PRIVATE_TORCH = {
     "torch.nn.Module._get_name": {"strategies"},
     # Whether a model runs inside a DistributedDataParallel that was put around it later.
     "torch.nn.parallel.DistributedDataParallel._active_ddp_module": {"strategies"},
+    # Compared only: does a module load in a way of its own? torch's documentation tells modules to override it.
+    "torch.nn.Module._load_from_state_dict": {"checkpoint"},
     # Compared only: does a scaler look for overflow as torch's does, in one rank's gradients?
     "torch.amp.GradScaler._unscale_grads_": {"optim"},
     # For people: the type of an op in an annotation, and which kernel answers.
