@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import secrets
 from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.index import INDEX, Index
+from whale_torch.checkpoint.seal import read_sealed, seal
 from whale_torch.errors import CheckpointError
 
-__all__ = ["LATEST", "find", "folder_of", "point", "read_index", "temporary"]
+__all__ = [
+    "LATEST", "find", "folder_of", "is_temporary_pointer", "make_run_dir", "named_by", "point", "read_index",
+    "steps_of", "temporary",
+]  # fmt: skip
 
 LATEST = "latest"
 _STEP = re.compile(r"step-\d{8,}")
+_TEMPORARY_POINTER = re.compile(r".+\.new-[0-9a-f]{8}")
 
 
 def folder_of(step: int) -> str:
@@ -28,31 +35,87 @@ def temporary(final: Path, identity: str) -> Path:
     return final.with_name(f"{final.name}.tmp-{identity}")
 
 
-def point(files: Files, path: Path, name: str) -> None:
-    """Makes a pointer name a checkpoint, or leaves it as it was."""
-    new = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-    with files.create(new) as fd:
-        files.write(fd, memoryview(name.encode()), 0)
-    files.replace(new, path)
+def make_run_dir(files: Files, path: Path) -> None:
+    """Makes a folder and those above it, each of them on disk."""
+    if files.exists(path):
+        return
+    make_run_dir(files, path.parent)
+    with contextlib.suppress(FileExistsError):
+        files.make_folder(path)
     files.sync_folder(path.parent)
 
 
+def point(files: Files, path: Path, name: str, identity: str) -> None:
+    """Makes a pointer name a checkpoint, or leaves it as it was.
+
+    It also names the one before, which counts until the new one is there: so a pointer is written first, and the
+    rename that makes a checkpoint complete makes it the latest in the same moment.
+    """
+    try:
+        before = [one for one in named_by(files, path) if files.exists(path.parent / one[0] / INDEX)][:1]
+    except CheckpointError:  # a damaged one is worth no failure, now that it is replaced
+        before = []
+    new = path.with_name(f"{path.name}.new-{secrets.token_hex(4)}")
+    try:
+        with files.create(new) as fd:
+            files.write(fd, memoryview(seal(json.dumps({"checkpoints": [[name, identity], *before]}))), 0)
+        files.replace(new, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.remove(new)
+        raise
+    files.sync_folder(path.parent)
+
+
+def is_temporary_pointer(name: str) -> bool:
+    return _TEMPORARY_POINTER.fullmatch(name) is not None
+
+
+def named_by(files: Files, pointer: Path) -> list[tuple[str, str]]:
+    """Name and id of the checkpoints that a pointer names, the first that exists counts; none without a pointer.
+
+    Raises CheckpointError for a damaged one.
+    """
+    if not files.exists(pointer):
+        return []
+    return [(name, identity) for name, identity in json.loads(read_sealed(pointer, files))["checkpoints"]]
+
+
+def steps_of(path: Path, files: Files) -> list[Path]:
+    """The complete checkpoints of a run_dir, by step."""
+    return sorted(path / one for one in files.names(path) if _STEP.fullmatch(one))
+
+
 def find(path: Path, files: Files) -> Path:
-    """A step's folder: the path itself, or the latest of a run_dir. Raises CheckpointError where there is none."""
-    if (path / INDEX).exists():
+    """A step's folder: the path itself, or the latest of a run_dir.
+
+    Raises CheckpointError where there is none, and where the latest is not what its pointer says.
+    """
+    if files.exists(path / INDEX):
         return path
-    steps = sorted(one for one in path.glob("step-*") if _STEP.fullmatch(one.name)) if path.is_dir() else []
+    steps = steps_of(path, files) if path.is_dir() else []
     if not steps:
         raise CheckpointError(f"{path} has no checkpoint.", fix="give a run_dir of wh.save, or one of its step folders")
-    pointer = path / LATEST
-    named = path / pointer.read_text().strip() if pointer.exists() else steps[-1]
-    return named if (named / INDEX).exists() else steps[-1]
+    for name, identity in named_by(files, path / LATEST):
+        if files.exists(path / name / INDEX):
+            found = read_index(path / name, files).id
+            if found != identity:
+                raise CheckpointError(
+                    f"{path / name} is not the checkpoint that {path / LATEST} names: its id is {found}, not "
+                    f"{identity}.",
+                    fix="load a checkpoint by its folder",
+                )
+            return path / name
+    return steps[-1]
 
 
 def read_index(folder: Path, files: Files) -> Index:
-    """Raises CheckpointError for what is no checkpoint."""
+    """Raises CheckpointError for what is no checkpoint, is damaged, or belongs to another folder."""
     path = folder / INDEX
-    with files.open(path) as fd:
-        data = bytearray(files.size(fd))
-        files.read(fd, memoryview(data), 0)
-    return Index.from_json(data.decode(), path)
+    index = Index.from_json(read_sealed(path, files), path)
+    if _STEP.fullmatch(folder.name) and folder.name != folder_of(index.step):
+        raise CheckpointError(
+            f"{path} is the index of step {index.step}, in the folder of another.",
+            fix=f"name the folder {folder_of(index.step)}, or load another checkpoint",
+        )
+    return index

@@ -12,7 +12,7 @@ import torch
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.errors import CheckpointError
 
-__all__ = ["CHUNK_BYTES", "FORMAT", "INDEX", "Index", "Piece", "StoredTensor", "dtype_name"]
+__all__ = ["CHUNK_BYTES", "FORMAT", "INDEX", "Index", "Piece", "StoredFile", "StoredTensor", "dtype_name"]
 
 FORMAT = "whale_torch checkpoint 1"
 INDEX = "index.json"
@@ -53,6 +53,18 @@ class StoredTensor:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file's bytes in all, those of its header, and the header's checksum; the header names the checkpoint."""
+
+    num_bytes: int
+    header_bytes: int
+    checksum: int
+
+    def to_json(self) -> list[int]:
+        return [self.num_bytes, self.header_bytes, self.checksum]
+
+
 @dataclass(slots=True)
 class Index:
     """id: of this checkpoint, which its files name too. ties: further names of tensors. values: what is no tensor."""
@@ -62,7 +74,7 @@ class Index:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, StoredFile] = field(default_factory=dict)
 
     def to_json(self) -> str:
         tensors = {
@@ -70,7 +82,8 @@ class Index:
             for key, one in self.tensors.items()
         }
         data = {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, "id": self.id, "step": self.step, "tensors": tensors}
-        data |= {"ties": self.ties, "values": self.values, "files": self.files}
+        files = {name: one.to_json() for name, one in self.files.items()}
+        data |= {"ties": self.ties, "values": self.values, "files": files}
         return json.dumps(data, separators=(",", ":"))
 
     @staticmethod
@@ -87,7 +100,8 @@ class Index:
                 key: StoredTensor(one["dtype"], tuple(one["shape"]), [Piece.from_json(p) for p in one["pieces"]])
                 for key, one in data["tensors"].items()
             }
-            return Index(data["id"], data["step"], tensors, data["ties"], data["values"], data["files"])
+            files = {name: StoredFile(*one) for name, one in data["files"].items()}
+            return Index(data["id"], data["step"], tensors, data["ties"], data["values"], files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise

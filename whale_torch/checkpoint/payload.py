@@ -12,11 +12,11 @@ from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.index import CHUNK_BYTES, Piece
+from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredFile
 from whale_torch.errors import CheckpointError
 from whale_torch.ops import crc32c
 
-__all__ = ["Item", "bytes_of", "checksum", "write_payload"]
+__all__ = ["ANOTHER", "Item", "bytes_of", "check_file", "checksum", "write_payload"]
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -24,6 +24,9 @@ _CODES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
 }  # fmt: skip
+
+ANOTHER = "load another checkpoint, by its folder; `python -m whale_torch verify` names all that is damaged"
+_IDENTITY = "whale_torch"  # the metadata of a file that say to which checkpoint it belongs
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ def bytes_of(values: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def write_payload(files: Files, path: Path, items: Sequence[Item], name: str, identity: str) -> list[Piece]:
+def write_payload(files: Files, path: Path, items: Sequence[Item], identity: str) -> tuple[list[Piece], StoredFile]:
     """Writes a file with the items one after the other, and says where each lies."""
-    header = _header(items, identity)
+    header = _header(items, path.name, identity)
     pieces, offset = [], len(header)
     with files.create(path) as fd:
         files.write(fd, memoryview(header), 0)
@@ -64,12 +67,40 @@ def write_payload(files: Files, path: Path, items: Sequence[Item], name: str, id
                 sums.append(checksum(chunk))
                 files.write(fd, chunk, offset)
                 offset += len(chunk)
-            pieces.append(Piece(name, start, item.box, tuple(sums)))
-    return pieces
+            pieces.append(Piece(path.name, start, item.box, tuple(sums)))
+    return pieces, StoredFile(offset, len(header), checksum(memoryview(header)))
 
 
-def _header(items: Sequence[Item], identity: str) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"whale_torch": identity}}
+def check_file(files: Files, fd: int, path: Path, index: Index) -> None:
+    """Raises CheckpointError for an open file that is not of this checkpoint, cut short, or has a damaged header."""
+    stored = index.files[path.name]
+    size = files.size(fd)
+    header = bytearray(min(stored.header_bytes, size))
+    files.read(fd, memoryview(header), 0)
+    if size == stored.num_bytes and checksum(memoryview(header)) == stored.checksum:
+        return
+    found = _metadata(header)
+    if (identity := found.get(_IDENTITY, index.id)) != index.id:
+        text = f"belongs to another checkpoint: its id is {identity}, and the index has {index.id}"
+    elif (name := found.get("file", path.name)) != path.name:
+        text = f"is this checkpoint's {name} under another name"
+    elif size != stored.num_bytes:
+        text = f"has {size} bytes, and {stored.num_bytes} were written"
+    else:
+        text = f"is damaged: its header, the first {stored.header_bytes} bytes, is not what was written"
+    raise CheckpointError(f"{path} {text}.", fix=ANOTHER)
+
+
+def _metadata(header: bytearray) -> dict[str, str]:
+    """What a file says of itself; nothing where that cannot be read."""
+    try:
+        return dict(json.loads(header[8:])["__metadata__"])
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _header(items: Sequence[Item], name: str, identity: str) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {_IDENTITY: identity, "file": name}}
     offset = 0
     for item in items:
         if item.values.dtype not in _CODES:

@@ -15,7 +15,7 @@ from whale_torch.checkpoint.boxes import Box, overlap, runs
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredTensor
 from whale_torch.checkpoint.inventory import Held
-from whale_torch.checkpoint.payload import bytes_of, checksum
+from whale_torch.checkpoint.payload import ANOTHER, bytes_of, check_file, checksum
 from whale_torch.errors import CheckpointError
 
 __all__ = ["Reader", "Wanted"]
@@ -53,13 +53,14 @@ class Reader:
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for file, chunks in sorted(touched.items()):
             with self._open(file) as fd:
+                check_file(self._files, fd, self._folder / file, self._index)
                 for (offset, size), (key, chunk, expected) in sorted(chunks.items()):
                     self._read(fd, buffer[:size], offset, file, key)
                     if checksum(buffer[:size]) != expected:
                         raise CheckpointError(
                             f"{self._folder / file} is damaged: chunk {chunk} of '{key}' (bytes {offset} to "
                             f"{offset + size}) is not what was written.",
-                            fix="load another checkpoint; `python -m whale_torch verify` names all that is damaged",
+                            fix=ANOTHER,
                         )
 
     def read(self, wanted: Sequence[Wanted]) -> None:
@@ -108,7 +109,7 @@ class Reader:
         if self._files.read(fd, into, offset) != len(into):
             raise CheckpointError(
                 f"{self._folder / file} is too short: '{key}' reaches to byte {offset + len(into)} of it.",
-                fix="load another checkpoint",
+                fix=ANOTHER,
             )
 
 

@@ -14,11 +14,13 @@ from torch import nn
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, parts_of, settled
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import LATEST, folder_of, point, temporary
-from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredTensor, dtype_name
+from whale_torch.checkpoint.folders import LATEST, folder_of, make_run_dir, temporary
+from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredFile, StoredTensor, dtype_name
 from whale_torch.checkpoint.inventory import Held, Inventory
+from whale_torch.checkpoint.jobs import Claim
 from whale_torch.checkpoint.payload import Item, write_payload
 from whale_torch.checkpoint.ranks import Ranks
+from whale_torch.checkpoint.seal import seal
 from whale_torch.checkpoint.share import share
 from whale_torch.errors import CheckpointError
 
@@ -41,21 +43,24 @@ def save(
     Every rank calls it; each writes a part of what it holds, and of what several hold one of them. optimizer: one, or
     several by names. extra: plain data and tensors, of which rank 0's are written. rng: whether the random states of
     the ranks are. states: by a name of yours, anything with state_dict and load_state_dict: schedulers, scalers,
-    samplers; further modules (averages of weights) and their optimizers. One that differs between ranks is kept of
-    each. A checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
+    samplers; further modules (averages of weights) and their optimizers. One that differs between ranks is kept of each.
+    A checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
     Returns the folder. Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a
     rank fails to.
     """
     final = Path(run_dir) / folder_of(step)
     ranks = Ranks(mesh_among(model, states))
     saving = _Saving(final, step, Files() if files is None else files, ranks)
-    saving.begin()
 
     def contents() -> Contents:
         return Contents(parts_of(model, optimizer, states), extra or {}, rng=rng, first=ranks.index == 0)
 
-    inventory = settled(ranks.run(saving.what, contents), ranks, saving.what)
-    saving.commit(inventory, saving.write(inventory))
+    try:
+        saving.begin()
+        inventory = settled(ranks.run(saving.what, contents), ranks, saving.what)
+        saving.commit(inventory, saving.write(inventory))
+    finally:
+        saving.end()
     return final
 
 
@@ -65,55 +70,57 @@ class _Saving:
     def __init__(self, final: Path, step: int, files: Files, ranks: Ranks):
         self._final, self._step, self._files, self.ranks = final, step, files, ranks
         self.what = f"saving {final}"
-        self._identity = ""
-
-    @property
-    def _folder(self) -> Path:
-        return temporary(self._final, self._identity)
+        self._identity, self._folder = "", Path()
+        self._claim: Claim | None = None
 
     def begin(self) -> None:
         """Agrees on a name and makes the folder."""
 
         def make() -> str:
-            if self._final.exists():
-                raise CheckpointError(
-                    f"{self._final} exists.", fix="another step or run_dir: nothing committed is overwritten"
-                )
-            self._identity = secrets.token_hex(8)
-            self._files.make_folder(self._final.parent, exist_ok=True)
-            self._files.make_folder(self._folder)
-            return self._identity
+            identity = secrets.token_hex(8)
+            make_run_dir(self._files, self._final.parent)
+            self._claim = Claim(self._files, self._final, identity)
+            return identity
 
         self._identity = self.ranks.first(self.what, make)
+        self._folder = temporary(self._final, self._identity)
 
-    def write(self, inventory: Inventory) -> list[Any]:
-        """Writes this rank's share; gives the pieces of all ranks as plain data."""
+    def end(self) -> None:
+        """Removes what has not become a checkpoint; no rank writes any longer, or some do not answer."""
+        if self._claim is not None:
+            self._claim.drop()
+
+    def write(self, inventory: Inventory) -> tuple[list[Any], dict[str, StoredFile]]:
+        """Writes this rank's share; gives the pieces of all ranks as plain data, and their files."""
         mine = share(self.ranks.gather([h.told() for h in inventory.tensors.values() if h.writes]))[self.ranks.index]
         name = f"rank-{self.ranks.index:05d}.safetensors"
 
         def run() -> list[Any]:
             items = [_item(inventory.tensors[key], box) for key, box in mine]
-            pieces = write_payload(self._files, self._folder / name, items, name, self._identity) if items else []
-            return [inventory.tensors[i.key].stored(p) for i, p in zip(items, pieces, strict=True)]
+            if not items:
+                return [[], {}]
+            pieces, file = write_payload(self._files, self._folder / name, items, self._identity)
+            stored = [inventory.tensors[i.key].stored(p) for i, p in zip(items, pieces, strict=True)]
+            return [stored, {name: file.to_json()}]
 
-        return [one for of_rank in self.ranks.together(self.what, run) for one in of_rank]
+        written = self.ranks.together(self.what, run)
+        files = {name: StoredFile(*file) for _, of_rank in written for name, file in of_rank.items()}
+        return [one for of_rank, _ in written for one in of_rank], files
 
-    def commit(self, inventory: Inventory, pieces: list[Any]) -> None:
+    def commit(self, inventory: Inventory, written: tuple[list[Any], dict[str, StoredFile]]) -> None:
         """Writes the index, and makes the folder the checkpoint."""
 
         def run() -> None:
-            index = Index(self._identity, self._step, ties=inventory.ties, values=inventory.values)
+            pieces, files = written
+            index = Index(self._identity, self._step, ties=inventory.ties, values=inventory.values, files=files)
             index.tensors = {k: StoredTensor(dtype_name(h.dtype), h.shape) for k, h in inventory.tensors.items()}
             for key, dtype, shape, piece in pieces:  # also of what only ranks of other stages have a state of
                 index.tensors.setdefault(key, StoredTensor(dtype, tuple(shape))).pieces.append(Piece.from_json(piece))
             _check_complete(index)
-            text = index.to_json().encode()
             with self._files.create(self._folder / INDEX) as fd:
-                self._files.write(fd, memoryview(text), 0)
-            self._files.sync_folder(self._folder)
-            self._files.rename(self._folder, self._final)
-            self._files.sync_folder(self._final.parent)
-            point(self._files, self._final.parent / LATEST, self._final.name)
+                self._files.write(fd, memoryview(seal(index.to_json())), 0)
+            assert self._claim is not None
+            self._claim.commit([LATEST])
 
         self.ranks.first(self.what, run)
 
