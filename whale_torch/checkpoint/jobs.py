@@ -57,22 +57,22 @@ class Claim:
         self._files, self._final, self._identity = files, final, identity
         self.folder = temporary(final, identity)
         self._fd: int | None = None
-        with alone(files, final.parent):
-            _refuse_existing(files, final)
-            dead = _clear(files, final)
-            try:
-                files.make_folder(self.folder)
-                _mine.add(self.folder.absolute())
-                with _without_locks_go_on():
-                    self._fd = files.lock(self.folder / LOCK)
-            except BaseException:
-                self.drop()
-                raise
-        for folder, fd in dead:
-            with contextlib.suppress(OSError):  # the next save tries again
-                files.remove_folder(folder)
-            if fd is not None:
-                files.unlock(fd)
+        self._complete = False
+        with contextlib.ExitStack() as locked:
+            with alone(files, final.parent):
+                _refuse_existing(files, final)
+                dead = _clear(files, final, locked)
+                try:
+                    files.make_folder(self.folder)
+                    _mine.add(self.folder.absolute())
+                    with _without_locks_go_on():
+                        self._fd = files.lock(self.folder / LOCK)
+                except BaseException:
+                    self.drop()
+                    raise
+            for folder in dead:
+                with contextlib.suppress(OSError):  # the next save tries again
+                    files.remove_folder(folder)
 
     def commit(self, pointers: Sequence[str]) -> None:
         """The folder becomes the checkpoint, and the pointers name it, all by one rename.
@@ -88,12 +88,13 @@ class Claim:
             for pointer in pointers:
                 point(self._files, run_dir / pointer, self._final.name, self._identity)
             self._files.rename(self.folder, self._final)
+            self._complete = True
             self._files.sync_folder(run_dir)
 
     def drop(self) -> None:
         """Ends the claim; a folder that has not become a checkpoint is removed, if that can be."""
-        with contextlib.suppress(OSError):
-            if self._files.exists(self.folder):
+        if not self._complete:
+            with contextlib.suppress(OSError):  # the next save tries again
                 self._files.remove_folder(self.folder)
         _mine.discard(self.folder.absolute())
         fd, self._fd = self._fd, None
@@ -107,48 +108,43 @@ def _refuse_existing(files: Files, final: Path) -> None:
         raise CheckpointError(f"{final} exists.", fix="another step or run_dir: nothing committed is overwritten")
 
 
-def _clear(files: Files, final: Path) -> list[tuple[Path, int | None]]:
+def _clear(files: Files, final: Path, locked: contextlib.ExitStack) -> list[Path]:
     """The folders of dead jobs, locked, to be removed; what they left of pointers is. Call it alone.
 
     Raises CheckpointError for a living job that writes this checkpoint.
     """
-    dead: list[tuple[Path, int | None]] = []
-    try:
-        for name in files.names(final.parent):
-            found = _TEMPORARY.fullmatch(name)
-            if is_temporary_pointer(name):
-                with contextlib.suppress(OSError):
-                    files.remove(final.parent / name)
-            elif found is not None:
-                folder = final.parent / name
-                alive, fd = _alive(files, folder)
-                if alive and found[1] == final.name:
-                    raise CheckpointError(
-                        f"another job is saving {final}.", fix="give each job a run_dir of its own, or other steps"
-                    )
-                if alive is False:
-                    dead.append((folder, fd))
-    except BaseException:
-        for _, fd in dead:
-            if fd is not None:
-                files.unlock(fd)
-        raise
+    dead = []
+    for name in files.names(final.parent):
+        found = _TEMPORARY.fullmatch(name)
+        if is_temporary_pointer(name):
+            with contextlib.suppress(OSError):
+                files.remove(final.parent / name)
+        elif found is not None:
+            alive = _alive(files, final.parent / name, locked)
+            if alive and found[1] == final.name:
+                raise CheckpointError(
+                    f"another job is saving {final}.", fix="give each job a run_dir of its own, or other steps"
+                )
+            if alive is False:
+                dead.append(final.parent / name)
     return dead
 
 
-def _alive(files: Files, folder: Path) -> tuple[bool | None, int | None]:
-    """Whether a job writes there, None where that cannot be told; and a dead one's lock, taken."""
+def _alive(files: Files, folder: Path, locked: contextlib.ExitStack) -> bool | None:
+    """Whether a job writes there, None where that cannot be told; a dead one's lock is taken."""
     if folder.absolute() in _mine:
-        return True, None
+        return True
     try:
         fd = files.lock(folder / LOCK, create=False)
     except FileNotFoundError:  # it died before, or while it became a checkpoint
-        return False, None
+        return False
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
-        return None, None
-    return fd is None, fd
+        return None
+    if fd is not None:
+        locked.callback(files.unlock, fd)
+    return fd is None
 
 
 @contextlib.contextmanager
