@@ -105,7 +105,15 @@ class _WithoutLocks(Watched):
             save(self._run_dir, step=5, model=rival, files=_WithoutLocks())
 
 
-def test_without_locks_nothing_is_removed_and_nothing_overwritten(tmp_path: Path) -> None:
+class _Nothing(set[Path]):
+    def add(self, _: Path) -> None:
+        """Forgets that the folder is of this process, as for another one."""
+
+
+def test_without_locks_nothing_is_removed_and_nothing_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whale_torch.checkpoint.jobs._mine", _Nothing())
     (tmp_path / DEAD).mkdir()
     model, rival = nn.Linear(3, 3), nn.Linear(3, 3)
     save(tmp_path, step=4, model=model, files=_WithoutLocks())

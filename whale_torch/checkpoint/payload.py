@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredFile
 from whale_torch.errors import CheckpointError
 from whale_torch.ops import crc32c
 
-__all__ = ["ANOTHER", "Item", "bytes_of", "check_file", "checksum", "write_payload"]
+__all__ = ["ANOTHER", "Item", "bytes_of", "checksum", "open_payload", "write_payload"]
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -26,6 +27,7 @@ _CODES = {
 }  # fmt: skip
 
 ANOTHER = "load another checkpoint, by its folder; `python -m whale_torch verify` names all that is damaged"
+_MOST_HEADER_BYTES = 100 << 20  # as of safetensors
 _IDENTITY = "whale_torch"  # the metadata of a file that say to which checkpoint it belongs
 
 
@@ -71,6 +73,18 @@ def write_payload(files: Files, path: Path, items: Sequence[Item], identity: str
     return pieces, StoredFile(offset, len(header), checksum(memoryview(header)))
 
 
+@contextlib.contextmanager
+def open_payload(files: Files, path: Path, index: Index) -> Iterator[int]:
+    """A file of a checkpoint, to read. Raises CheckpointError for one that is missing or as `check_file` says."""
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = stack.enter_context(files.open(path))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing.", fix=ANOTHER) from error
+        check_file(files, fd, path, index)
+        yield fd
+
+
 def check_file(files: Files, fd: int, path: Path, index: Index) -> None:
     """Raises CheckpointError for an open file that is not of this checkpoint, cut short, or has a damaged header."""
     stored = index.files[path.name]
@@ -79,7 +93,7 @@ def check_file(files: Files, fd: int, path: Path, index: Index) -> None:
     files.read(fd, memoryview(header), 0)
     if size == stored.num_bytes and checksum(memoryview(header)) == stored.checksum:
         return
-    found = _metadata(header)
+    found = _metadata(files, fd, size)
     if (identity := found.get(_IDENTITY, index.id)) != index.id:
         text = f"belongs to another checkpoint: its id is {identity}, and the index has {index.id}"
     elif (name := found.get("file", path.name)) != path.name:
@@ -91,10 +105,14 @@ def check_file(files: Files, fd: int, path: Path, index: Index) -> None:
     raise CheckpointError(f"{path} {text}.", fix=ANOTHER)
 
 
-def _metadata(header: bytearray) -> dict[str, str]:
+def _metadata(files: Files, fd: int, size: int) -> dict[str, str]:
     """What a file says of itself; nothing where that cannot be read."""
+    length = bytearray(8)
+    files.read(fd, memoryview(length), 0)
+    text = bytearray(max(0, min(int.from_bytes(length, "little"), size - 8, _MOST_HEADER_BYTES)))
+    files.read(fd, memoryview(text), 8)
     try:
-        return dict(json.loads(header[8:])["__metadata__"])
+        return dict(json.loads(text)["__metadata__"])
     except (ValueError, KeyError, TypeError):
         return {}
 

@@ -15,7 +15,7 @@ from whale_torch.checkpoint.boxes import Box, overlap, runs
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredTensor
 from whale_torch.checkpoint.inventory import Held
-from whale_torch.checkpoint.payload import ANOTHER, bytes_of, check_file, checksum
+from whale_torch.checkpoint.payload import ANOTHER, bytes_of, checksum, open_payload
 from whale_torch.errors import CheckpointError
 
 __all__ = ["Reader", "Wanted"]
@@ -52,8 +52,7 @@ class Reader:
                     touched[piece.file][piece.offset + start, size] = (one.key, chunk, piece.checksums[chunk])
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for file, chunks in sorted(touched.items()):
-            with self._open(file) as fd:
-                check_file(self._files, fd, self._folder / file, self._index)
+            with open_payload(self._files, self._folder / file, self._index) as fd:
                 for (offset, size), (key, chunk, expected) in sorted(chunks.items()):
                     self._read(fd, buffer[:size], offset, file, key)
                     if checksum(buffer[:size]) != expected:
