@@ -1,14 +1,19 @@
-"""python -m whale_torch: what is installed, which kernels answer, and what the ranks started here would be."""
+"""python -m whale_torch: what is installed, which kernels answer, and what the ranks started here would be.
+
+With a command it looks at checkpoints instead.
+"""
 
 from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from pathlib import Path
 
 import torch
 
 import whale_torch
+from whale_torch.checkpoint.commands import add_commands, run
 from whale_torch.cluster import Cluster
 from whale_torch.mesh import surroundings
 from whale_torch.ops.library import backend, compiled, isa
@@ -88,8 +93,12 @@ def _ranks() -> list[str]:
 
 
 def main() -> None:
-    """Prints the report; under torchrun, rank 0 all of it and the others where they are."""
-    argparse.ArgumentParser("python -m whale_torch", description=__doc__).parse_args()
+    """Prints the report, under torchrun rank 0 all of it and the others where they are; or runs a command."""
+    parser = argparse.ArgumentParser("python -m whale_torch", description=__doc__)
+    add_commands(parser)
+    asked = parser.parse_args()
+    if asked.command is not None:
+        sys.exit(run(asked))
     print(report() if not surroundings().rank else _ranks()[0], flush=True)
 
 

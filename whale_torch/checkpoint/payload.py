@@ -17,7 +17,7 @@ from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredFile
 from whale_torch.errors import CheckpointError
 from whale_torch.ops import crc32c
 
-__all__ = ["ANOTHER", "Item", "bytes_of", "checksum", "open_payload", "write_payload"]
+__all__ = ["ANOTHER", "Item", "bytes_of", "check_file", "checksum", "open_payload", "write_payload"]
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",

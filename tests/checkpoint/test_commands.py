@@ -1,0 +1,126 @@
+"""python -m whale_torch verify, inspect and diff."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.damage import KINDS, damage
+from tests.checkpoint.jobs import Job
+from tests.world import world
+from whale_torch.__main__ import main
+from whale_torch.checkpoint.save import save
+from whale_torch.checkpoint.verify import verify
+
+ROOT = Path(__file__).parents[2]
+
+
+def _runs(rank: int, n: int, folder: Path) -> None:
+    for name in ("run", "other"):
+        job = Job()
+        for _ in range(2):
+            job.train()
+            job.save(folder / name)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    world(2, _runs, folder)
+    return folder
+
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    def run(*given: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["whale_torch", *map(str, given)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_verify_reads_all_and_finds_nothing(runs: Path, command: Command) -> None:
+    status, out, _ = command("verify", runs / "run")
+    assert status == 0 and "2 checkpoints" in out and "all as it was written" in out
+    assert command("verify", runs / "run" / "step-00000001")[0] == 0
+    assert command("verify", runs)[0] == command("verify", runs / "nothing")[0] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_names_the_damage(kind: str, runs: Path, tmp_path: Path) -> None:
+    for seed in range(10):
+        run_dir = tmp_path / str(seed)
+        shutil.copytree(runs / "run", run_dir)
+        found = damage(kind, run_dir, runs / "other", random.Random(seed))
+        told = verify(run_dir, cores=2).damages
+        assert told and (kind.startswith("index of") or any(str(found.file) in one for one in told)), (
+            seed,
+            found,
+            told,
+        )
+        assert len(verify(run_dir / "step-00000001").damages) == 0
+
+
+def test_verify_names_all_that_is_damaged(tmp_path: Path, command: Command) -> None:
+    model = nn.Linear(1500, 1400)
+    path = save(tmp_path, step=1, model=model) / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    for offset in (1 << 20, 7 << 20, 20):
+        data[offset] ^= 1
+    path.write_bytes(data)
+    status, out, _ = command("verify", tmp_path)
+    assert status == 1 and "3 damages" in out
+    assert "chunk 0 of 'model/weight'" in out and "chunk 1 of 'model/weight'" in out and "its header" in out
+
+
+def test_inspect_tells_tensors_and_where_they_lie(runs: Path, command: Command) -> None:
+    status, out, _ = command("inspect", runs / "run")
+    assert status == 0 and "step 2" in out and "optimizer/groups" in out
+    first = next(line for line in out.splitlines() if line.startswith("model/2.weight"))
+    assert "float32" in first and "[12, 8]" in first and "[0:6, 0:8]" in first
+    status, out, _ = command("inspect", runs / "run" / "step-00000001", "--json")
+    found = json.loads(out)
+    pieces = found["tensors"]["model/2.weight"]["pieces"]
+    assert status == 0 and found["step"] == 1 and [piece["start"] for piece in pieces] == [[0, 0], [6, 0]]
+
+
+def test_diff_tells_what_differs_and_by_how_much(runs: Path, tmp_path: Path, command: Command) -> None:
+    assert command("diff", runs / "run", runs / "other")[:2] == (0, "no difference\n")
+    status, out, _ = command("diff", runs / "run" / "step-00000001", runs / "run")
+    assert status == 1 and "model/2.weight" in out and "extra" in out and "96 of 96" in out
+    model = nn.Linear(2, 3)
+    one = save(tmp_path, step=1, model=model)
+    with torch.no_grad():
+        model.weight[0, 0] += 1.0
+        model.bias[0] = float("nan")
+    other = save(tmp_path, step=2, model=nn.ModuleDict({"more": nn.Linear(2, 2)}))
+    third = save(tmp_path, step=3, model=model)
+    status, out, _ = command("diff", one, third)
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert "1 of 6" in lines["model/weight"] and " 1 " in lines["model/weight"] and "inf" in lines["model/bias"]
+    status, out, _ = command("diff", one, other)
+    assert status == 1 and f"only in {one}" in out and f"only in {other}" in out
+    assert command("diff", one, tmp_path / "nothing")[0] == 2
+
+
+def test_as_a_command(runs: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "whale_torch", "verify", str(runs / "run")],
+        capture_output=True, text=True, timeout=100, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr and "all as it was written" in done.stdout

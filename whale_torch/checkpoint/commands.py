@@ -1,0 +1,121 @@
+"""python -m whale_torch verify, inspect and diff: checkpoints looked at without the model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from whale_torch.checkpoint.describe import describe, slice_text
+from whale_torch.checkpoint.difference import difference
+from whale_torch.checkpoint.verify import verify
+from whale_torch.errors import CheckpointError
+
+__all__ = ["add_commands", "run"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="command", metavar="{verify,inspect,diff}")
+    place = "a run_dir of wh.save, or one step's folder"
+    one = commands.add_parser("verify", help="read every byte of a checkpoint, or of all in a run_dir, on all cores")
+    one.add_argument("dir", help=place)
+    one = commands.add_parser("inspect", help="list what a checkpoint holds")
+    one.add_argument("dir", help=place)
+    one.add_argument("--json", action="store_true", help="as JSON")
+    one = commands.add_parser("diff", help="tell which tensors of two checkpoints differ, and by how much")
+    one.add_argument("a", help=place)
+    one.add_argument("b", help=place)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Runs a command; its exit status: 0, 1 for damage or a difference, 2 where it cannot be told."""
+    try:
+        if asked.command == "verify":
+            return _verify(asked.dir)
+        if asked.command == "inspect":
+            return _inspect(asked.dir, as_json=asked.json)
+        return _diff(asked.a, asked.b)
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _verify(path: str) -> int:
+    start = time.perf_counter()
+    found = verify(path)
+    for damage in found.damages:
+        print(damage)
+    took = time.perf_counter() - start
+    told = f"{len(found.damages)} damages" if len(found.damages) != 1 else "1 damage"
+    places = f"{len(found.folders)} checkpoints" if len(found.folders) != 1 else str(found.folders[0])
+    print(f"{places}: {_bytes(found.num_bytes)} in {took:.1f} s, {told if found.damages else 'all as it was written'}")
+    return 1 if found.damages else 0
+
+
+def _inspect(path: str, *, as_json: bool) -> int:
+    found = describe(path)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return 0
+    tensors = found["tensors"]
+    print(f"{found['path']}: step {found['step']}, {len(tensors)} tensors, {_bytes(found['bytes'])}, id {found['id']}")
+    rows = []
+    for key, one in tensors.items():
+        pieces = [f"{piece['file']} {slice_text(piece['start'], piece['size'])}" for piece in one["pieces"]]
+        for number, piece in enumerate(pieces):
+            facts = [key, one["dtype"], str(one["shape"]), _bytes(one["bytes"])] if not number else [""] * 4
+            rows.append([*facts, piece])
+    _table(["tensor", "dtype", "shape", "bytes", "where"], rows)
+    _table(["tied", "to"], [list(pair) for pair in found["ties"].items()])
+    _table(["value", ""], [[key, _short(value)] for key, value in sorted(found["values"].items())])
+    return 0
+
+
+def _diff(one: str, other: str) -> int:
+    found = difference(one, other)
+    rows = []
+    for item in found:
+        counted = [f"{item.elements:,} of {item.total:,}", f"{item.largest:.3g}", f"{item.relative:.3g}"]
+        rows.append([item.key, item.what, *(counted if item.total else [""] * 3)])
+    _table(["differs", "in", "elements", "by at most", "of the largest"], rows)
+    if not found:
+        print("no difference")
+    return 1 if found else 0
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """By rich in a terminal; columns as wide as they need to be elsewhere, or without rich."""
+    if not rows:
+        return
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            table = Table(*titles)
+            for row in rows:
+                table.add_row(*(cell.replace("[", "\\[") for cell in row))
+            Console().print(table)
+            return
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    for row in (titles, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _bytes(number: int) -> str:
+    size, unit = float(number), 0
+    while size >= 1000 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{number} B"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1,0 +1,99 @@
+"""How two checkpoints differ: tensor by tensor, whatever the layouts that they were saved in."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.folders import find, read_index
+from whale_torch.checkpoint.index import StoredTensor
+from whale_torch.checkpoint.inventory import held_of_place
+from whale_torch.checkpoint.reader import Reader, Wanted
+
+__all__ = ["Difference", "difference"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """key: of a tensor or value. what: how it differs. elements: how many do, of `total`. largest: difference of two of
+    them; relative: to the largest value of both."""
+
+    key: str
+    what: str
+    elements: int = 0
+    total: int = 0
+    largest: float = 0.0
+    relative: float = 0.0
+
+
+def difference(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[Difference]:
+    """What differs between two checkpoints, in order of keys, nothing where they hold the same.
+
+    one, other: step folders, or run_dirs, of which the latest is taken. Both are read and checked, a tensor at a time.
+    Raises CheckpointError for what is no checkpoint or damaged.
+    """
+    files = Files()
+    folders = [find(Path(path), files) for path in (one, other)]
+    indices = [read_index(folder, files) for folder in folders]
+    readers = [Reader(files, folder, index) for folder, index in zip(folders, indices, strict=True)]
+    first, second = (index.tensors for index in indices)
+    found = []
+    for key in sorted(first.keys() | second.keys()):
+        a, b = first.get(key), second.get(key)
+        if a is None or b is None:
+            found.append(Difference(key, f"only in {folders[a is None]}"))
+        elif (a.dtype, tuple(a.shape)) != (b.dtype, tuple(b.shape)):
+            found.append(Difference(key, f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"))
+        else:
+            values = [_read(reader, key, stored) for reader, stored in zip(readers, (a, b), strict=True)]
+            found += _compare(key, *values)
+    ties, values_of = ([getattr(index, name) for index in indices] for name in ("ties", "values"))
+    for pair in (ties, values_of):
+        found += _plain(*pair, folders)
+    return found
+
+
+def _read(reader: Reader, key: str, stored: StoredTensor) -> Tensor:
+    values = torch.empty(stored.shape, dtype=stored.torch_dtype)
+    wanted = [Wanted(key, stored, held_of_place(key, values, None))]
+    reader.check(wanted)
+    reader.read(wanted)
+    return values
+
+
+def _compare(key: str, a: Tensor, b: Tensor) -> list[Difference]:
+    raw = [value.reshape(-1).view(torch.uint8) for value in (a, b)]
+    if torch.equal(*raw):
+        return []
+    kind = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.to(kind), b.to(kind)
+    same = (x == y) | (x.isnan() & y.isnan())
+    if same.all():
+        return [Difference(key, "signs of zero or kinds of nan", 0, a.numel())]
+    gap = (x - y).abs()[~same].nan_to_num(nan=float("inf"))
+    scale = max(float(x.abs().nan_to_num().max()), float(y.abs().nan_to_num().max()))
+    largest = float(gap.max())
+    return [
+        Difference(key, "values", int((~same).sum()), a.numel(), largest, largest / scale if scale else float("inf"))
+    ]
+
+
+def _plain(one: dict[str, Any], other: dict[str, Any], folders: list[Path]) -> list[Difference]:
+    found = []
+    for key in sorted(one.keys() | other.keys()):
+        if key not in one or key not in other:
+            found.append(Difference(key, f"only in {folders[key not in one]}"))
+        elif one[key] != other[key]:
+            found.append(Difference(key, f"{_short(one[key])} and {_short(other[key])}"))
+    return found
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

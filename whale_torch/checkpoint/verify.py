@@ -1,0 +1,115 @@
+"""Whether a checkpoint is as it was written: every byte of it, on all cores, without a model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.folders import LATEST, find, read_index, steps_of
+from whale_torch.checkpoint.index import CHUNK_BYTES, INDEX, Index
+from whale_torch.checkpoint.payload import check_file, checksum
+from whale_torch.errors import CheckpointError, first_line
+
+__all__ = ["Verified", "verify"]
+
+_CHUNKS_OF_A_TASK = 16
+
+
+@dataclass
+class Verified:
+    """folders: the checkpoints that were read. num_bytes: of all their chunks. damages: all that is wrong."""
+
+    folders: list[Path] = field(default_factory=list)
+    num_bytes: int = 0
+    damages: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    key: str
+    number: int
+    offset: int
+    size: int
+    checksum: int
+
+
+def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: int | None = None) -> Verified:
+    """Checks a step's folder, or all those of a run_dir and its pointer to the latest.
+
+    cores: threads that read, by default one for each core. Raises CheckpointError where there is no checkpoint.
+    """
+    files, path, found = Files() if files is None else files, Path(path), Verified()
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder.", fix="give a run_dir of wh.save, or one of its step folders")
+    folders = [path] if files.exists(path / INDEX) else steps_of(path, files)
+    if not folders:
+        raise CheckpointError(f"{path} has no checkpoint.", fix="give a run_dir of wh.save, or one of its step folders")
+    with ThreadPoolExecutor(cores or os.cpu_count()) as threads:
+        for folder in folders:
+            found.folders.append(folder)
+            with _noting(found):
+                _verify(folder, read_index(folder, files), files, threads, found)
+    if folders != [path] and files.exists(path / LATEST):
+        with _noting(found):
+            find(path, files)
+    found.damages = list(dict.fromkeys(found.damages))
+    return found
+
+
+def _verify(folder: Path, index: Index, files: Files, threads: ThreadPoolExecutor, found: Verified) -> None:
+    chunks: dict[str, list[_Chunk]] = defaultdict(list)
+    for key, stored in index.tensors.items():
+        for piece in stored.pieces:
+            total = piece.box.numel * stored.torch_dtype.itemsize
+            for number, expected in enumerate(piece.checksums):
+                start = number * CHUNK_BYTES
+                size = min(CHUNK_BYTES, total - start)
+                chunks[piece.file].append(_Chunk(key, number, piece.offset + start, size, expected))
+    for name, stored_file in index.files.items():
+        path = folder / name
+        with _noting(found), files.open(path) as fd:
+            with _noting(found):
+                check_file(files, fd, path, index)
+            if files.size(fd) != stored_file.num_bytes:
+                continue
+            of_file = sorted(chunks[name], key=lambda chunk: chunk.offset)
+            tasks = [of_file[i : i + _CHUNKS_OF_A_TASK] for i in range(0, len(of_file), _CHUNKS_OF_A_TASK)]
+            for damages in threads.map(functools.partial(_check, files, fd, path), tasks):
+                found.damages += damages
+            found.num_bytes += sum(chunk.size for chunk in of_file)
+
+
+def _check(files: Files, fd: int, path: Path, chunks: list[_Chunk]) -> list[str]:
+    buffer = memoryview(bytearray(max(chunk.size for chunk in chunks)))
+    damages = []
+    for chunk in chunks:
+        part = buffer[: chunk.size]
+        where = f"chunk {chunk.number} of '{chunk.key}' (bytes {chunk.offset} to {chunk.offset + chunk.size})"
+        try:
+            read = files.read(fd, part, chunk.offset)
+        except OSError as error:
+            damages.append(f"{path}: {where} cannot be read: {first_line(error)}.")
+            continue
+        if read != chunk.size or checksum(part) != chunk.checksum:
+            damages.append(f"{path}: {where} is not what was written.")
+    return damages
+
+
+@contextlib.contextmanager
+def _noting(found: Verified) -> Iterator[None]:
+    """What is wrong is noted, and the rest is looked at as well."""
+    try:
+        yield
+    except CheckpointError as error:
+        found.damages.append(error.what)
+    except FileNotFoundError as error:
+        found.damages.append(f"{error.filename} is missing.")
+    except OSError as error:
+        found.damages.append(f"{type(error).__name__}: {first_line(error)}.")
