@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import whale_torch as wh
-from whale_torch.__main__ import report
+from whale_torch.__main__ import main, report
 from whale_torch.ops import backend
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +67,13 @@ def test_of_what_a_launcher_left_out_nothing_is_said(
     for name, value in {"WORLD_SIZE": "3", **environment}.items():
         monkeypatch.setenv(name, value)
     assert report().splitlines()[-1].strip().startswith(told)
+
+
+def test_it_names_its_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["whale_torch", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "{verify,inspect,diff}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

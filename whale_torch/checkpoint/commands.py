@@ -99,7 +99,9 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         except ImportError:
             pass
         else:
-            table = Table(*titles)
+            table = Table()
+            for title in titles:
+                table.add_column(title, overflow="fold")
             for row in rows:
                 table.add_row(*(cell.replace("[", "\\[") for cell in row))
             Console().print(table)

@@ -53,10 +53,9 @@ def difference(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> li
         else:
             values = [_read(reader, key, stored) for reader, stored in zip(readers, (a, b), strict=True)]
             found += _compare(key, *values)
-    ties, values_of = ([getattr(index, name) for index in indices] for name in ("ties", "values"))
-    for pair in (ties, values_of):
-        found += _plain(*pair, folders)
-    return found
+    of_one, of_other = indices
+    found += _plain(of_one.ties, of_other.ties, folders)
+    return found + _plain(of_one.values, of_other.values, folders)
 
 
 def _read(reader: Reader, key: str, stored: StoredTensor) -> Tensor:
