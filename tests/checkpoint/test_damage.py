@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.checkpoint.damage import KINDS, Damage, damage
 from tests.checkpoint.jobs import Job, plain, said
+from tests.checkpoint.peers import OUTCOMES, flipped
 from tests.world import world
 from whale_torch.checkpoint.load import load
 from whale_torch.checkpoint.save import save
@@ -108,3 +109,11 @@ def test_what_one_rank_finds_all_ranks_raise(runs: Path, tmp_path: Path) -> None
     first, second = world(2, _one_reads_it, tmp_path / "run")
     assert first == second and first is not None
     assert "rank 1" in first and "model/2.weight" in first and piece["file"] in first
+
+
+def test_flipped_bits_that_others_read_without_a_word_are_found(tmp_path: Path) -> None:
+    """`python -m tests.checkpoint.peers` shows the same as a table."""
+    found = flipped(tmp_path, 60)
+    assert found.pop("wh.save") == {OUTCOMES[0]: 60}
+    for name, counts in found.items():
+        assert counts[OUTCOMES[1]] > 40, (name, counts)  # who finds them too deserves a line in the guide

@@ -117,7 +117,7 @@ def _metadata(files: Files, fd: int, size: int) -> dict[str, str]:
         return {}
 
 
-def _header(items: Sequence[Item], name: str, identity: str) -> bytes:
+def _header(items: Sequence[Item], name: str, identity: str) -> bytearray:
     entries: dict[str, object] = {"__metadata__": {_IDENTITY: identity, "file": name}}
     offset = 0
     for item in items:
@@ -132,7 +132,7 @@ def _header(items: Sequence[Item], name: str, identity: str) -> bytes:
         offset += item.num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return bytearray(len(text).to_bytes(8, "little") + text)
 
 
 def _chunks(values: Tensor) -> Iterator[memoryview]:

@@ -16,8 +16,8 @@ _TAIL = len(_MARK) + len('01234567"}')
 
 def seal(text: str) -> bytes:
     """A JSON object, of at least one key, with its checksum as the last one."""
-    body = text.encode().removesuffix(b"}")
-    return body + _MARK + b'%08x"}' % checksum(memoryview(body))
+    body = bytearray(text.encode().removesuffix(b"}"))
+    return bytes(body) + _MARK + b'%08x"}' % checksum(memoryview(body))
 
 
 def read_sealed(path: Path, files: Files) -> str:
@@ -25,7 +25,7 @@ def read_sealed(path: Path, files: Files) -> str:
     with files.open(path) as fd:
         data = bytearray(files.size(fd))
         read = files.read(fd, memoryview(data), 0)
-    body = bytes(data[:-_TAIL])
+    body = data[:-_TAIL]
     if read != len(data) or data != body + _MARK + b'%08x"}' % checksum(memoryview(body)):
         raise CheckpointError(
             f"{path} is damaged: its {len(data)} bytes are not what was written.",
