@@ -89,7 +89,7 @@ def _flipped(folder: Path, flips: int, seed: int, state: State) -> dict[str, Cou
 def _outcome(read: Callable[[Path], State], folder: Path, state: State) -> str:
     try:
         back = read(folder)
-    except Exception:  # whatever a reader says is an error
+    except BaseException:  # whatever a reader says is an error; those of DCP are no Exceptions
         return OUTCOMES[0]
     bits = {name: value.view(torch.uint8) for name, value in state.items()}
     same = back.keys() == bits.keys() and all(torch.equal(back[name].view(torch.uint8), bits[name]) for name in bits)
