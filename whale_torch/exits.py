@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-__all__ = ["Word", "failed", "leave_word", "watch_exit", "words"]
+__all__ = ["Word", "fail", "failed", "leave_word", "watch_exit", "words"]
 
 _KEY = "whale/words"
 _MOST_CHARACTERS = 300
@@ -79,6 +79,12 @@ atexit.register(_exit.leave)  # functions registered later, by the script or by 
 def failed() -> bool:
     """Whether an error ends this process."""
     return _exit.code != 0
+
+
+def fail(error: BaseException) -> None:
+    """An error after the program's end: it is shown, and the process ends with it all the same."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    _exit.code = _exit.code or 1
 
 
 @functools.cache

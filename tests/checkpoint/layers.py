@@ -84,9 +84,9 @@ class Watched(Files):
         self.before("remove_folder", path)
         super().remove_folder(path)
 
-    def lock(self, path: Path, *, create: bool = True) -> int | None:
+    def lock(self, path: Path, *, create: bool = True, shared: bool = False) -> int | None:
         self.before("lock", path)
-        return super().lock(path, create=create)
+        return super().lock(path, create=create, shared=shared)
 
 
 class Failing(Watched):

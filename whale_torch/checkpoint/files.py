@@ -75,15 +75,17 @@ class Files:
     def remove_folder(self, path: Path) -> None:
         shutil.rmtree(path)
 
-    def lock(self, path: Path, *, create: bool = True) -> int | None:
+    def lock(self, path: Path, *, create: bool = True, shared: bool = False) -> int | None:
         """Takes a file's lock without waiting: a descriptor to unlock, None where another one has it.
 
-        The lock ends with its process, however that ends.
+        shared: others may share it, and a file that may only be read will do. The lock ends with its process, however
+        that ends.
         """
         with _naming(path):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+            flags = os.O_RDONLY if shared else os.O_RDWR | (os.O_CREAT if create else 0)
+            fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(fd)
                 return None

@@ -14,11 +14,13 @@ from whale_torch.checkpoint.seal import read_sealed, seal
 from whale_torch.errors import CheckpointError
 
 __all__ = [
-    "LATEST", "find", "folder_of", "is_temporary_pointer", "make_run_dir", "named_by", "point", "read_index",
-    "steps_of", "temporary",
+    "LATEST", "TAGS", "find", "folder_of", "is_temporary_pointer", "make_run_dir", "named_by", "point", "read_index",
+    "steps_of", "tag_pointer", "temporary",
 ]  # fmt: skip
 
 LATEST = "latest"
+TAGS = "tags"
+_TAG = re.compile(r"\w[\w.-]*")
 _STEP = re.compile(r"step-\d{8,}")
 _TEMPORARY_POINTER = re.compile(r".+\.new-[0-9a-f]{8}")
 
@@ -45,14 +47,23 @@ def make_run_dir(files: Files, path: Path) -> None:
     files.sync_folder(path.parent)
 
 
-def point(files: Files, path: Path, name: str, identity: str) -> None:
-    """Makes a pointer name a checkpoint, or leaves it as it was.
+def tag_pointer(tag: str) -> str:
+    """Where in a run_dir a tag's pointer lies. Raises CheckpointError for what is no name of a file."""
+    if not _TAG.fullmatch(tag) or is_temporary_pointer(tag):
+        raise CheckpointError(f"tag is {tag!r}.", fix="letters, digits, '_', and between them '-' and '.'")
+    return f"{TAGS}/{tag}"
+
+
+def point(files: Files, run_dir: Path, pointer: str, name: str, identity: str) -> None:
+    """Makes a pointer name a checkpoint of its run_dir, or leaves it as it was.
 
     It also names the one before, which counts until the new one is there: so a pointer is written first, and the
     rename that makes a checkpoint complete makes it the latest in the same moment.
     """
+    path = run_dir / pointer
+    make_run_dir(files, path.parent)
     try:
-        before = [one for one in named_by(files, path) if files.exists(path.parent / one[0] / INDEX)][:1]
+        before = [one for one in named_by(files, path) if files.exists(run_dir / one[0] / INDEX)][:1]
     except CheckpointError:  # a damaged one is worth no failure, now that it is replaced
         before = []
     new = path.with_name(f"{path.name}.new-{secrets.token_hex(4)}")
@@ -83,30 +94,57 @@ def named_by(files: Files, pointer: Path) -> list[tuple[str, str]]:
 
 def steps_of(path: Path, files: Files) -> list[Path]:
     """The complete checkpoints of a run_dir, by step."""
-    return sorted(path / one for one in files.names(path) if _STEP.fullmatch(one))
+    names = [name for name in files.names(path) if _STEP.fullmatch(name)]
+    return [path / name for name in sorted(names, key=lambda name: (len(name), name))]
 
 
-def find(path: Path, files: Files) -> Path:
-    """A step's folder: the path itself, or the latest of a run_dir.
+def find(path: Path, files: Files, *, step: int | None = None, tag: str | None = None) -> Path:
+    """A step's folder: the path itself, or of a run_dir the step, what a tag names, or the latest.
 
-    Raises CheckpointError where there is none, and where the latest is not what its pointer says.
+    Raises CheckpointError where there is none, and where a pointer says another than is there.
     """
+    if step is not None and tag is not None:
+        raise CheckpointError(f"step={step} and tag={tag!r} are two checkpoints.", fix="give one of them")
     if files.exists(path / INDEX):
+        if step is not None or tag is not None:
+            raise CheckpointError(f"{path} is one checkpoint, with no steps and tags.", fix="give the folder above it")
         return path
     steps = steps_of(path, files) if path.is_dir() else []
     if not steps:
         raise CheckpointError(f"{path} has no checkpoint.", fix="give a run_dir of wh.save, or one of its step folders")
-    for name, identity in named_by(files, path / LATEST):
-        if files.exists(path / name / INDEX):
-            found = read_index(path / name, files).id
+    if step is not None:
+        found = path / folder_of(step)
+        if found not in steps:
+            shown = ", ".join(str(int(one.name.removeprefix("step-"))) for one in steps[-_MOST:])
+            more = f"the last {_MOST} of {len(steps)} are" if len(steps) > _MOST else "there are"
+            raise CheckpointError(f"{path} has no step {step}; {more} {shown}.", fix="give one of those")
+        return found
+    if tag is None:
+        return _follow(path, LATEST, files) or steps[-1]
+    tagged = _follow(path, tag_pointer(tag), files)
+    if tagged is None:
+        known = files.names(path / TAGS) if files.exists(path / TAGS) else []
+        shown = ", ".join(one for one in known if not is_temporary_pointer(one)) or "none"
+        raise CheckpointError(f"{path} has no checkpoint tagged {tag!r}; tags: {shown}.", fix="give one of those")
+    return tagged
+
+
+_MOST = 5  # steps that an error lists
+
+
+def _follow(run_dir: Path, pointer: str, files: Files) -> Path | None:
+    """The checkpoint that a pointer names, None where there is none."""
+    for name, identity in named_by(files, run_dir / pointer):
+        if files.exists(run_dir / name / INDEX):
+            found = read_index(run_dir / name, files).id
             if found != identity:
                 raise CheckpointError(
-                    f"{path / name} is not the checkpoint that {path / LATEST} names: its id is {found}, not "
+                    f"{run_dir / name} is not the checkpoint that {run_dir / pointer} names: its id is {found}, not "
                     f"{identity}.",
                     fix="load a checkpoint by its folder",
                 )
-            return path / name
-    return steps[-1]
+            return run_dir / name
+    return None
 
 
 def read_index(folder: Path, files: Files) -> Index:

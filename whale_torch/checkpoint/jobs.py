@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import is_temporary_pointer, point, temporary
+from whale_torch.checkpoint.folders import TAGS, is_temporary_pointer, point, temporary
 from whale_torch.errors import CheckpointError
 
-__all__ = ["Claim", "alone"]
+__all__ = ["Claim", "alone", "without_locks_go_on"]
 
 LOCK = "lock"
 _RUN_LOCK = ".lock"
@@ -31,7 +31,7 @@ def alone(files: Files, run_dir: Path) -> Iterator[None]:
     """
     fd = None
     end = time.monotonic() + _WAIT_SECONDS
-    with _without_locks_go_on():
+    with without_locks_go_on():
         while (fd := files.lock(run_dir / _RUN_LOCK)) is None:
             if time.monotonic() > end:
                 raise CheckpointError(
@@ -65,7 +65,7 @@ class Claim:
                 try:
                     files.make_folder(self.folder)
                     _mine.add(self.folder.absolute())
-                    with _without_locks_go_on():
+                    with without_locks_go_on():
                         self._fd = files.lock(self.folder / LOCK)
                 except BaseException:
                     self.drop()
@@ -86,7 +86,7 @@ class Claim:
                 self._files.remove(self.folder / LOCK)
             self._files.sync_folder(self.folder)
             for pointer in pointers:
-                point(self._files, run_dir / pointer, self._final.name, self._identity)
+                point(self._files, run_dir, pointer, self._final.name, self._identity)
             self._files.rename(self.folder, self._final)
             self._complete = True
             self._files.sync_folder(run_dir)
@@ -114,7 +114,9 @@ def _clear(files: Files, final: Path, locked: contextlib.ExitStack) -> list[Path
     Raises CheckpointError for a living job that writes this checkpoint.
     """
     dead = []
-    for name in files.names(final.parent):
+    names = files.names(final.parent)
+    tags = [f"{TAGS}/{name}" for name in files.names(final.parent / TAGS)] if TAGS in names else []
+    for name in [*names, *tags]:
         found = _TEMPORARY.fullmatch(name)
         if is_temporary_pointer(name):
             with contextlib.suppress(OSError):
@@ -148,7 +150,7 @@ def _alive(files: Files, folder: Path, locked: contextlib.ExitStack) -> bool | N
 
 
 @contextlib.contextmanager
-def _without_locks_go_on() -> Iterator[None]:
+def without_locks_go_on() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from torch import nn
 from whale_torch.checkpoint.choice import Choice
 from whale_torch.checkpoint.contents import Optimizers, mesh_among, parts_of
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import find, read_index
+from whale_torch.checkpoint.folders import read_index
 from whale_torch.checkpoint.goal import Goal
+from whale_torch.checkpoint.pending import finish
+from whale_torch.checkpoint.progress import check_progress, shown
 from whale_torch.checkpoint.ranks import Ranks
 from whale_torch.checkpoint.reader import Reader
+from whale_torch.checkpoint.retention import reading
 
 __all__ = ["Loaded", "load"]
 
@@ -43,47 +47,62 @@ def load(
     *,
     model: nn.Module | None = None,
     optimizer: Optimizers | None = None,
+    step: int | None = None,
+    tag: str | None = None,
     only: str | Sequence[str] | None = None,
     assign: Mapping[str, str] | None = None,
     missing_ok: bool = False,
     unexpected_ok: bool = False,
     dtype: Literal["same", "cast"] = "same",
     rng: bool | None = None,
+    progress: bool | None = None,
     files: Files | None = None,
     **states: Any,
 ) -> Loaded:
     """Loads a checkpoint of wh.save into a model, an optimizer and whatever has a load_state_dict, of any plan.
 
-    path: a run_dir, of which the latest is taken, or one step's folder. Every rank calls it and reads what it holds.
-    All that is read is checked before anything changes. optimizer, states: as in wh.save; what is not given is not
-    read. Of an optimizer's options those that say how it computes (foreach, fused, capturable) stay its own.
+    path: a run_dir, of which `step`, what `tag` names or the latest is taken, or one step's folder. Every rank calls
+    it and reads what it holds. All that is read is checked before anything changes. optimizer, states: as in wh.save;
+    what is not given is not read. Of an optimizer's options those that say how it computes (foreach, fused, capturable)
+    stay its own.
     only: regular expressions of the names (of parameters, buffers and modules, with all that is in those) that are
     loaded, with their optimizer's state; the rest stays as it is. assign: {pattern: source}: what a pattern matches is
     loaded from another name of the checkpoint, in which \\1 is the pattern's first group; many may come from one.
     missing_ok: names that the checkpoint lacks keep their values. unexpected_ok: names that the model lacks are left
     out. dtype: "cast" takes the model's floating-point dtypes where the checkpoint's are others. rng: whether random
-    states are restored; by default where an optimizer is loaded.
+    states are restored; by default where an optimizer is loaded. progress: whether the first rank shows a bar of what
+    it checks and reads, where that takes long; by default on a terminal.
     Raises CheckpointError, on all ranks, for what is damaged, and where names, shapes or dtypes are not the model's.
     """
+    finish()
     files = Files() if files is None else files
     ranks = Ranks(mesh_among(model, states))
-    folder = Path(ranks.first(f"loading {path}", lambda: str(find(Path(path), files))))
-    what = f"loading {folder}"
-    index = ranks.run(what, lambda: read_index(folder, files))
+    with contextlib.ExitStack() as at_end:
 
-    def make() -> Goal:
-        choice = Choice(only, assign or {}, missing_ok, unexpected_ok, dtype)
-        return Goal(index, parts_of(model, optimizer, states), choice, ranks, rng=rng)
+        def choose() -> str:
+            check_progress(progress)
+            return str(at_end.enter_context(reading(files, Path(path), step=step, tag=tag)))
 
-    goal = ranks.run(what, make)
-    reader = Reader(files, folder, index)
-    ranks.run(what, lambda: reader.check([*goal.fresh, *goal.wanted]))
+        folder = Path(ranks.first(f"loading {path}", choose))
+        what = f"loading {folder}"
+        index = ranks.run(what, lambda: read_index(folder, files))
 
-    def decode() -> None:
-        reader.read(goal.fresh)
-        goal.decode()
+        def make() -> Goal:
+            choice = Choice(only, assign or {}, missing_ok, unexpected_ok, dtype)
+            return Goal(index, parts_of(model, optimizer, states), choice, ranks, rng=rng)
 
-    ranks.run(what, decode)
-    ranks.run(what, lambda: reader.read(goal.wanted))
-    extra = ranks.run(what, goal.apply)
-    return Loaded(index.step, extra, folder, tuple(sorted(goal.missing)), tuple(sorted(goal.unexpected)), goal.rng)
+        goal = ranks.run(what, make)
+        held = (one.held.values for one in (*goal.fresh, *goal.wanted))
+        total = 2 * sum(values.numel() * values.element_size() for values in held if values is not None)
+        seen = at_end.enter_context(shown(files, what, total, progress if ranks.index == 0 else False))
+        reader = Reader(seen, folder, index)
+        ranks.run(what, lambda: reader.check([*goal.fresh, *goal.wanted]))
+
+        def decode() -> None:
+            reader.read(goal.fresh)
+            goal.decode()
+
+        ranks.run(what, decode)
+        ranks.run(what, lambda: reader.read(goal.wanted))
+        extra = ranks.run(what, goal.apply)
+        return Loaded(index.step, extra, folder, tuple(sorted(goal.missing)), tuple(sorted(goal.unexpected)), goal.rng)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredFile
 from whale_torch.errors import CheckpointError
 from whale_torch.ops import crc32c
 
-__all__ = ["ANOTHER", "Item", "bytes_of", "check_file", "checksum", "open_payload", "write_payload"]
+__all__ = ["ANOTHER", "Item", "blocks_of", "bytes_of", "check_file", "checksum", "open_payload", "write_payload"]
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -57,15 +57,30 @@ def bytes_of(values: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def write_payload(files: Files, path: Path, items: Sequence[Item], identity: str) -> tuple[list[Piece], StoredFile]:
-    """Writes a file with the items one after the other, and says where each lies."""
+def blocks_of(item: Item) -> Iterator[Tensor]:
+    """Its values in their order, in blocks: each a chunk where they lie side by side, at most that elsewhere."""
+    values = item.values
+    if values.is_contiguous():
+        yield from values.reshape(-1).split(max(1, CHUNK_BYTES // values.element_size()))
+    else:
+        yield from _blocks(values, CHUNK_BYTES)
+
+
+def write_payload(
+    files: Files,
+    path: Path,
+    items: Sequence[Item],
+    identity: str,
+    blocks: Callable[[Item], Iterable[Tensor]] = blocks_of,
+) -> tuple[list[Piece], StoredFile]:
+    """Writes a file with the items one after the other, and says where each lies. blocks: the values of an item."""
     header = _header(items, path.name, identity)
     pieces, offset = [], len(header)
     with files.create(path) as fd:
         files.write(fd, memoryview(header), 0)
         for item in items:
             start, sums = offset, []
-            for chunk in _chunks(item.values):
+            for chunk in _chunks(item, blocks(item)):
                 sums.append(checksum(chunk))
                 files.write(fd, chunk, offset)
                 offset += len(chunk)
@@ -135,15 +150,16 @@ def _header(items: Sequence[Item], name: str, identity: str) -> bytearray:
     return bytearray(len(text).to_bytes(8, "little") + text)
 
 
-def _chunks(values: Tensor) -> Iterator[memoryview]:
-    """The bytes of values row by row, in chunks; what is not on the CPU, or strided, is copied a chunk at a time."""
-    if values.device.type == "cpu" and values.is_contiguous():
-        data = bytes_of(values)
-        for start in range(0, len(data), CHUNK_BYTES):
-            yield data[start : start + CHUNK_BYTES]
+def _chunks(item: Item, blocks: Iterable[Tensor]) -> Iterator[memoryview]:
+    """The bytes of an item's blocks, chunk by chunk; what is not on the CPU, or strided, is copied a block at a time.
+
+    A block is asked for once those before it have been read.
+    """
+    if item.values.is_contiguous():
+        yield from (bytes_of(block.cpu()) for block in blocks)
         return
     chunk, filled = bytearray(CHUNK_BYTES), 0
-    for block in _blocks(values, CHUNK_BYTES):
+    for block in blocks:
         data = bytes_of(block.cpu().contiguous())
         while data:
             taken = min(len(data), CHUNK_BYTES - filled)

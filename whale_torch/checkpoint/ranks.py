@@ -20,11 +20,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a model; one process alone without a mesh."""
+    """The ranks of a model; one process alone without a mesh. channel: of their messages, one for each thread."""
 
-    def __init__(self, mesh: Mesh | None):
-        self._group: Group | None = None if mesh is None or mesh.world == 1 else mesh.everyone(channel="checkpoint")
-        self._device = torch.device("cpu") if mesh is None else mesh.device
+    def __init__(self, mesh: Mesh | None, channel: str = "checkpoint"):
+        self._group: Group | None = None if mesh is None or mesh.world == 1 else mesh.everyone(channel=channel)
         self.index = 0 if self._group is None else self._group.index
         self.size = 1 if self._group is None else self._group.size
 
@@ -32,10 +31,10 @@ class Ranks:
         """What every rank tells, as JSON, in rank order."""
         if self._group is None:
             return [json.loads(json.dumps(data))]
-        mine = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
         name = "what ranks save or load"
-        sizes = gather_equal(torch.tensor([len(mine)], device=self._device), self._group, name=name).flatten().tolist()
-        whole = all_gather_rows(mine, sizes, self._group, name=name).cpu()
+        sizes = gather_equal(torch.tensor([len(mine)], device="cpu"), self._group, name=name).flatten().tolist()
+        whole = all_gather_rows(mine, sizes, self._group, name=name)
         return [json.loads(bytes(part.numpy())) for part in whole.split(sizes)]
 
     def together(self, what: str, run: Callable[[], Any]) -> list[Any]:

@@ -2,29 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, parts_of, settled
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import LATEST, folder_of, make_run_dir, temporary
+from whale_torch.checkpoint.folders import LATEST, folder_of, make_run_dir, tag_pointer, temporary
 from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredFile, StoredTensor, dtype_name
 from whale_torch.checkpoint.inventory import Held, Inventory
 from whale_torch.checkpoint.jobs import Claim
-from whale_torch.checkpoint.payload import Item, write_payload
+from whale_torch.checkpoint.payload import Item, blocks_of, write_payload
+from whale_torch.checkpoint.pending import IfBusy, Pending, before_save, start
+from whale_torch.checkpoint.progress import check_progress, shown
 from whale_torch.checkpoint.ranks import Ranks
+from whale_torch.checkpoint.retention import check_keep_last, prune
 from whale_torch.checkpoint.seal import seal
 from whale_torch.checkpoint.share import share
+from whale_torch.checkpoint.snapshot import Snapshot
 from whale_torch.errors import CheckpointError
 
 __all__ = ["save"]
+
+
+@overload
+def save(
+    run_dir: str | os.PathLike[str],
+    *,
+    step: int,
+    model: nn.Module | None = ...,
+    optimizer: Optimizers | None = ...,
+    extra: Mapping[str, Any] | None = ...,
+    rng: bool = ...,
+    tag: str | None = ...,
+    keep_last: int | None = ...,
+    wait: Literal[True] = ...,
+    if_busy: IfBusy = ...,
+    progress: bool | None = ...,
+    files: Files | None = ...,
+    **states: Any,
+) -> Path: ...
+
+
+@overload
+def save(
+    run_dir: str | os.PathLike[str],
+    *,
+    step: int,
+    model: nn.Module | None = ...,
+    optimizer: Optimizers | None = ...,
+    extra: Mapping[str, Any] | None = ...,
+    rng: bool = ...,
+    tag: str | None = ...,
+    keep_last: int | None = ...,
+    wait: bool,
+    staging_bytes: int | None = ...,
+    if_busy: IfBusy = ...,
+    progress: bool | None = ...,
+    files: Files | None = ...,
+    **states: Any,
+) -> Path | Pending: ...
 
 
 def save(
@@ -35,9 +79,15 @@ def save(
     optimizer: Optimizers | None = None,
     extra: Mapping[str, Any] | None = None,
     rng: bool = True,
+    tag: str | None = None,
+    keep_last: int | None = None,
+    wait: bool = True,
+    staging_bytes: int | None = None,
+    if_busy: IfBusy = "wait",
+    progress: bool | None = None,
     files: Files | None = None,
     **states: Any,
-) -> Path:
+) -> Path | Pending:
     """Writes a checkpoint, run_dir/step-<step>, that any plan, world size or plain process can load.
 
     Every rank calls it; each writes a part of what it holds, and of what several hold one of them. optimizer: one, or
@@ -45,44 +95,89 @@ def save(
     the ranks are. states: by a name of yours, anything with state_dict and load_state_dict: schedulers, scalers,
     samplers; further modules (averages of weights) and their optimizers. One that differs between ranks is kept of each.
     A checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
-    Returns the folder. Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a
-    rank fails to.
+    Returns the folder.
+    tag: a name for it ("best"), taken from the checkpoint that had it. keep_last: once it is complete, checkpoints of
+    earlier steps are removed but for the last keep_last - 1, tagged ones and those that a job is reading.
+    wait=False: training goes on while a thread writes, and a Pending is returned, with wait(), done() and path. The
+    values are those of this call, whatever optimizers do meanwhile: a step copies what has not been written, at most
+    staging_bytes at a time (default: all that this rank writes), and waits for the rest. What no optimizer changes
+    (buffers, extra, states) is copied at once. What else changes parameters fails the save. A failure is raised by
+    wait(), else by the next save, else the process ends with it. if_busy: whether a save waits for the one before to
+    end, or raises.
+    progress: whether the first rank shows a bar of what it writes, where that takes long; by default on a terminal,
+    unless in the background.
+    Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a rank fails to.
     """
     final = Path(run_dir) / folder_of(step)
-    ranks = Ranks(mesh_among(model, states))
-    saving = _Saving(final, step, Files() if files is None else files, ranks)
+    mesh = mesh_among(model, states)
+    ranks = Ranks(mesh)
+    saving = _Saving(final, step, Files() if files is None else files, ranks, tag, keep_last)
+    saving.progress = progress if wait else bool(progress)
 
     def contents() -> Contents:
         return Contents(parts_of(model, optimizer, states), extra or {}, rng=rng, first=ranks.index == 0)
 
-    try:
-        saving.begin()
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(saving.end)
+        saving.begin(if_busy)
         inventory = settled(ranks.run(saving.what, contents), ranks, saving.what)
-        saving.commit(inventory, saving.write(inventory))
-    finally:
-        saving.end()
-    return final
+        items = saving.share(inventory)
+        if wait:
+            saving.commit(inventory, saving.write(inventory, items))
+            return final
+        snapshot = ranks.run(saving.what, lambda: _snapshot(items, model, staging_bytes))
+        saving.ranks = Ranks(mesh, "checkpoint in the background")
+        end = at_end.pop_all().close
+
+    def run() -> None:
+        try:
+            saving.commit(inventory, saving.write(inventory, items, snapshot.blocks))
+        finally:
+            end()
+
+    return start(final, run, snapshot)
+
+
+def _snapshot(items: Sequence[Item], model: nn.Module | None, staging_bytes: int | None) -> Snapshot:
+    """Parameters and optimizers' state change in steps alone; all else is copied at once."""
+    parameters = set() if model is None else {f"model/{name}" for name, _ in model.named_parameters()}
+    return Snapshot(
+        items,
+        waits=lambda item: item.key in parameters or item.key.startswith("optimizer/"),
+        staging_bytes=sum(item.num_bytes for item in items) if staging_bytes is None else staging_bytes,
+    )
 
 
 class _Saving:
     """One checkpoint being written."""
 
-    def __init__(self, final: Path, step: int, files: Files, ranks: Ranks):
+    def __init__(
+        self, final: Path, step: int, files: Files, ranks: Ranks, tag: str | None = None, keep_last: int | None = None
+    ):
         self._final, self._step, self._files, self.ranks = final, step, files, ranks
+        self._tag, self._keep_last = tag, keep_last
+        self.progress: bool | None = None
         self.what = f"saving {final}"
         self._identity, self._folder = "", Path()
+        self._pointers = [LATEST]
         self._claim: Claim | None = None
 
-    def begin(self) -> None:
-        """Agrees on a name and makes the folder."""
+    def begin(self, if_busy: IfBusy) -> None:
+        """Agrees on a name and makes the folder, once no other save is under way."""
 
-        def make() -> str:
+        def make() -> str | None:
+            before_save(if_busy)
+            check_keep_last(self._keep_last)
+            check_progress(self.progress)
+            self._pointers = [LATEST, *([] if self._tag is None else [tag_pointer(self._tag)])]
+            if self.ranks.index:
+                return None
             identity = secrets.token_hex(8)
             make_run_dir(self._files, self._final.parent)
             self._claim = Claim(self._files, self._final, identity)
             return identity
 
-        self._identity = self.ranks.first(self.what, make)
+        self._identity = self.ranks.together(self.what, make)[0]
         self._folder = temporary(self._final, self._identity)
 
     def end(self) -> None:
@@ -90,16 +185,23 @@ class _Saving:
         if self._claim is not None:
             self._claim.drop()
 
-    def write(self, inventory: Inventory) -> tuple[list[Any], dict[str, StoredFile]]:
+    def share(self, inventory: Inventory) -> list[Item]:
+        """What this rank writes."""
+        told = self.ranks.gather([h.told() for h in inventory.tensors.values() if h.writes])
+        return [_item(inventory.tensors[key], box) for key, box in share(told)[self.ranks.index]]
+
+    def write(
+        self, inventory: Inventory, items: Sequence[Item], blocks: Callable[[Item], Iterable[Tensor]] = blocks_of
+    ) -> tuple[list[Any], dict[str, StoredFile]]:
         """Writes this rank's share; gives the pieces of all ranks as plain data, and their files."""
-        mine = share(self.ranks.gather([h.told() for h in inventory.tensors.values() if h.writes]))[self.ranks.index]
         name = f"rank-{self.ranks.index:05d}.safetensors"
 
         def run() -> list[Any]:
-            items = [_item(inventory.tensors[key], box) for key, box in mine]
             if not items:
                 return [[], {}]
-            pieces, file = write_payload(self._files, self._folder / name, items, self._identity)
+            total, seen = sum(item.num_bytes for item in items), self.progress if self.ranks.index == 0 else False
+            with shown(self._files, self.what, total, seen) as files:
+                pieces, file = write_payload(files, self._folder / name, items, self._identity, blocks)
             stored = [inventory.tensors[i.key].stored(p) for i, p in zip(items, pieces, strict=True)]
             return [stored, {name: file.to_json()}]
 
@@ -120,9 +222,20 @@ class _Saving:
             with self._files.create(self._folder / INDEX) as fd:
                 self._files.write(fd, memoryview(seal(index.to_json())), 0)
             assert self._claim is not None
-            self._claim.commit([LATEST])
+            self._claim.commit(self._pointers)
+            if self._keep_last is not None:
+                self._prune(self._keep_last)
 
         self.ranks.first(self.what, run)
+
+    def _prune(self, keep_last: int) -> None:
+        try:
+            prune(self._files, self._final, keep_last)
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(
+                f"the checkpoint is complete, but earlier ones could not be removed: {error}",
+                fix="remove them by hand, or let the next wh.save try again",
+            ) from error
 
 
 def _check_complete(index: Index) -> None:

@@ -1,0 +1,132 @@
+"""A save in the background: its handle, its thread, and what waits for it: a step, the next save, the process's end."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from whale_torch.checkpoint.snapshot import Snapshot
+from whale_torch.errors import CheckpointError
+from whale_torch.exits import fail, failed
+
+__all__ = ["IfBusy", "Pending", "before_save", "finish", "start"]
+
+IfBusy = Literal["wait", "raise"]
+
+
+class Pending:
+    """A checkpoint that is being written in the background. path: the folder that it will be."""
+
+    def __init__(self, path: Path, run: Callable[[], object], snapshot: Snapshot):
+        self.path = path
+        self._run: Callable[[], object] | None = run
+        self._snapshot = snapshot
+        self._error: Exception | None = None
+        self._is_told = False
+        # A daemon: after an error elsewhere the process ends at once, and `_finish_at_exit` waits in all other cases.
+        self._thread = threading.Thread(target=self._work, name=f"saving {path}", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.done() else "being written"
+        return f"Pending({self.path}, {state})"
+
+    def done(self) -> bool:
+        """Whether it has come to its end on this rank, complete or failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The folder, once the checkpoint is complete. Raises CheckpointError or CommError where it failed."""
+        self._thread.join()
+        if self._error is not None:
+            self._is_told = True
+            raise self._error
+        return self.path
+
+    def keep(self) -> None:
+        """Returns once training may change what is saved."""
+        self._snapshot.keep()
+
+    def untold(self) -> Exception | None:
+        """The error that it ended with, once; None where `wait` has raised it. Waits for the end."""
+        self._thread.join()
+        error, self._is_told = None if self._is_told else self._error, True
+        return error
+
+    def _work(self) -> None:
+        assert self._run is not None
+        try:
+            self._run()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._run = None  # what it holds of the model is let go
+            self._snapshot.abandon()
+
+
+class _Latest:
+    """The save that this process began last in the background."""
+
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+
+
+_latest = _Latest()
+
+
+def start(path: Path, run: Callable[[], object], snapshot: Snapshot) -> Pending:
+    """Runs `run`, which reads the snapshot, in the background."""
+    _watch()
+    _latest.pending = Pending(path, run, snapshot)
+    return _latest.pending
+
+
+def before_save(if_busy: IfBusy) -> None:
+    """Waits for the save in the background, if there is one.
+
+    Raises CheckpointError where it failed and nobody has been told, and where it is to be raised that it goes on.
+    """
+    pending = _latest.pending
+    if pending is None:
+        return
+    if if_busy == "raise" and not pending.done():
+        raise CheckpointError(
+            f"{pending.path} is still being written.", fix='if_busy="wait", or .wait() for what the last wh.save gave'
+        )
+    error, _latest.pending = pending.untold(), None
+    if error is not None:
+        raise CheckpointError(f"the save before failed in the background: {error}") from error
+
+
+def finish() -> None:
+    """Waits for the save in the background, whatever becomes of it: before what it reads is changed by a load."""
+    if _latest.pending is not None:
+        _latest.pending._thread.join()
+
+
+def _keep(*_: Any) -> None:
+    if _latest.pending is not None:
+        _latest.pending.keep()
+
+
+def _finish_at_exit() -> None:
+    if _latest.pending is not None and not failed():
+        error = _latest.pending.untold()
+        if error is not None:
+            fail(error)
+
+
+@functools.cache
+def _watch() -> None:
+    """From the first save in the background on: for every optimizer of the process, and for its end.
+
+    The hook stays, since nothing may be taken from torch's list while a step goes through it.
+    """
+    register_optimizer_step_pre_hook(_keep)
+    atexit.register(_finish_at_exit)  # later than mesh's, so it runs before groups are left
