@@ -19,6 +19,7 @@ from tests.world import world
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/spelling/README.md", "docs/design.md"]
 PAGES += ["docs/guide.md", "docs/errors.md", "examples/bert_mlm/README.md", "examples/m6/README.md"]
+PAGES += ["examples/resume/README.md"]
 
 
 def _blocks(page: str, language: str) -> list[str]:
