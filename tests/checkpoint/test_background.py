@@ -189,7 +189,7 @@ def test_a_rank_that_is_killed_while_it_writes_ends_the_save_of_all(tmp_path: Pa
 @pytest.mark.parametrize("how", ["in place", "by data"])
 @pytest.mark.parametrize("copied", [False, True])
 def test_what_no_optimizer_changes_is_refused(how: str, copied: bool, tmp_path: Path) -> None:
-    model, files = nn.Linear(5, 7), Gate()
+    model, files = nn.Linear(50, 70), Gate()
     optimizer = Adam(model.parameters())
     pending = save(tmp_path, step=1, model=model, files=files, wait=False)
     if how == "in place":
@@ -198,7 +198,7 @@ def test_what_no_optimizer_changes_is_refused(how: str, copied: bool, tmp_path: 
     else:
         model.weight.data.mul_(2)
     if copied:
-        model(torch.ones(1, 5)).sum().backward()
+        model(torch.ones(1, 50)).sum().backward()
         optimizer.step()
     files.open_gate.set()
     with pytest.raises(CheckpointError, match=r"'model/weight' was changed while it was saved in the background"):

@@ -83,6 +83,8 @@ _latest = _Latest()
 def start(path: Path, run: Callable[[], object], snapshot: Snapshot) -> Pending:
     """Runs `run`, which reads the snapshot, in the background."""
     _watch()
+    atexit.unregister(_finish_at_exit)
+    atexit.register(_finish_at_exit)  # later than what leaves the groups (mesh.py), so it runs before
     _latest.pending = Pending(path, run, snapshot)
     return _latest.pending
 
@@ -124,9 +126,8 @@ def _finish_at_exit() -> None:
 
 @functools.cache
 def _watch() -> None:
-    """From the first save in the background on: for every optimizer of the process, and for its end.
+    """From the first save in the background on, for every optimizer of the process.
 
     The hook stays, since nothing may be taken from torch's list while a step goes through it.
     """
     register_optimizer_step_pre_hook(_keep)
-    atexit.register(_finish_at_exit)  # later than mesh's, so it runs before groups are left

@@ -93,7 +93,7 @@ def save(
     Every rank calls it; each writes a part of what it holds, and of what several hold one of them. optimizer: one, or
     several by names. extra: plain data and tensors, of which rank 0's are written. rng: whether the random states of
     the ranks are. states: by a name of yours, anything with state_dict and load_state_dict: schedulers, scalers,
-    samplers; further modules (averages of weights) and their optimizers. One that differs between ranks is kept of each.
+    samplers; further modules (averages of weights) and their optimizers. What differs between ranks is kept of each.
     A checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
     Returns the folder.
     tag: a name for it ("best"), taken from the checkpoint that had it. keep_last: once it is complete, checkpoints of
@@ -138,12 +138,17 @@ def save(
     return start(final, run, snapshot)
 
 
+_SMALL_BYTES = 4096  # copying costs less than watching; a learning rate that is a tensor changes between steps
+
+
 def _snapshot(items: Sequence[Item], model: nn.Module | None, staging_bytes: int | None) -> Snapshot:
     """Parameters and optimizers' state change in steps alone; all else is copied at once."""
     parameters = set() if model is None else {f"model/{name}" for name, _ in model.named_parameters()}
     return Snapshot(
         items,
-        waits=lambda item: item.key in parameters or item.key.startswith("optimizer/"),
+        waits=lambda item: (
+            item.num_bytes > _SMALL_BYTES and (item.key in parameters or item.key.startswith("optimizer/"))
+        ),
         staging_bytes=sum(item.num_bytes for item in items) if staging_bytes is None else staging_bytes,
     )
 

@@ -116,12 +116,19 @@ class Snapshot:
                     continue
                 part.state = "busy"
                 self._room -= part.num_bytes
-            copied = part.copied()
-            with self._turn:
-                part.state = "copied" if part.is_unchanged() else "changed"
-                part.values = copied
-                self._open -= 1
-                self._turn.notify_all()
+            copied = None
+            try:
+                copied = part.copied()
+            finally:
+                with self._turn:
+                    if copied is None:  # no memory: it can still be read where it lies
+                        part.state = "live"
+                        self._room += part.num_bytes
+                    else:
+                        part.state = "copied" if part.is_unchanged() else "changed"
+                        part.values = copied
+                        self._open -= 1
+                    self._turn.notify_all()
 
     def _end(self, part: _Part, *, was_live: bool) -> None:
         with self._turn:
