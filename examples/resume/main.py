@@ -36,7 +36,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    model = wh.parallelize(Reader(), seed=0)
+    torch.manual_seed(0)
+    model = wh.parallelize(Reader())
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     _, feeds = wh.data_rank(model)
