@@ -115,8 +115,8 @@ def parallelize(
     one with known rates, for the plan's text (its nodes and ranks must be those running). default: scope of what no
     scope names. device: this rank's. seed: of initial values on meta, and of torch's random state from here on,
     different on each replica and equal on the ranks of one. init_fn: initialises one meta module. weights: a plain
-    state dict, or a file of one, that replaces the initial values; built on meta, a rank never holds more of it than
-    its parts. timeout: of every collective, in seconds or as a timedelta.
+    state dict, or files of one (a checkpoint of wh.save, safetensors, a Hugging Face folder, torch.save, DCP), that
+    replaces the initial values; built on meta, a rank never holds more of it than its parts, and reads no more. timeout: of every collective, in seconds or as a timedelta.
     A deepcopy of the result evaluates and refuses to train; one of a member that is not cut is an ordinary module,
     whose gradients are this rank's own. A deepcopy of a pipelined one has the values of this rank's stages.
     Raises AnnotationError, PlanError, CheckpointError (weights that do not fit), TraceError and LossError (inputs on
@@ -132,7 +132,7 @@ def parallelize(
     programs = None if made.pipeline is None else _together(mesh, lambda: Programs(model, made, mesh.device))
     places = None if programs is None else _places(model, made, mesh, programs, reader, sample_inputs)
     cuts = cut_parameters(model, made, mesh)
-    state = None if weights is None else _together(mesh, lambda: read_weights(weights, model), CheckpointError)
+    state = None if weights is None else _together(mesh, lambda: _read(weights, model, cuts, places), CheckpointError)
     built = _on_meta(model)
     if built:
         _build(model, mesh, cuts, places, seed, init_fn, frozenset(state or ()))
@@ -162,6 +162,12 @@ def parallelize(
     watch_optimizers()
     torch.manual_seed(seed + 1 + made.feed_of(mesh.rank))
     return model
+
+
+def _read(
+    weights: Weights, model: nn.Module, cuts: Mapping[str, ParameterPlace], places: Places | None
+) -> Mapping[str, Any]:
+    return read_weights(weights, model, cuts, lambda name: places is None or places.kept().is_here(name))
 
 
 def _seconds(

@@ -12,19 +12,13 @@ import torch
 from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.dtypes import CODES
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredFile
 from whale_torch.errors import CheckpointError
 from whale_torch.ops import crc32c
 
 __all__ = ["ANOTHER", "Item", "blocks_of", "bytes_of", "check_file", "checksum", "open_payload", "write_payload"]
-
-_CODES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
-}  # fmt: skip
 
 ANOTHER = "load another checkpoint, by its folder; `python -m whale_torch verify` names all that is damaged"
 _MOST_HEADER_BYTES = 100 << 20  # as of safetensors
@@ -136,11 +130,11 @@ def _header(items: Sequence[Item], name: str, identity: str) -> bytearray:
     entries: dict[str, object] = {"__metadata__": {_IDENTITY: identity, "file": name}}
     offset = 0
     for item in items:
-        if item.values.dtype not in _CODES:
+        if item.values.dtype not in CODES:
             raise CheckpointError(f"'{item.key}' is {item.values.dtype}, which the format does not know.")
         where = ",".join(f"{a}:{a + n}" for a, n in zip(item.box.start, item.box.size, strict=True))
         entries[f"{item.key}[{where}]"] = {
-            "dtype": _CODES[item.values.dtype],
+            "dtype": CODES[item.values.dtype],
             "shape": list(item.values.shape),
             "data_offsets": [offset, offset + item.num_bytes],
         }

@@ -1,17 +1,28 @@
-"""Plain weights at build: a state dict of one process, checked against the model before anything changes."""
+"""Weights at build: a state dict of one process, or files of one, checked against the model before anything changes.
+
+Of files a rank reads what it holds: tensors stay there until they are copied into the model's memory.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from whale_torch.checkpoint.safetensors import SafeTensors, is_safetensors
+from whale_torch.checkpoint.boxes import Box, boxes_of, in_local
+from whale_torch.checkpoint.opened import open_source
+from whale_torch.checkpoint.safetensors import is_safetensors
+from whale_torch.checkpoint.source import Source
+from whale_torch.checkpoint.torch_files import load_torch, state_dict_of
+from whale_torch.checkpoint.unread import Unread, UnreadPart
+from whale_torch.checkpoint.values import decode
 from whale_torch.comm.cut_tensor import CutTensor
+from whale_torch.comm.registry import ParameterPlace
 from whale_torch.errors import CheckpointError
 
 __all__ = ["Weights", "load_weights", "read_weights"]
@@ -21,20 +32,22 @@ Weights = Mapping[str, Any] | str | os.PathLike[str]
 _MOST = 5  # names an error lists
 
 
-def read_weights(weights: Weights, model: nn.Module) -> Mapping[str, Any]:
-    """The state dict itself, or that in a file of torch.save or safetensors, whose tensors stay on disk until they are
-    read.
+def read_weights(
+    weights: Weights,
+    model: nn.Module,
+    cuts: Mapping[str, ParameterPlace] | None = None,
+    is_here: Callable[[str], bool] = lambda name: True,
+) -> Mapping[str, Any]:
+    """The state dict itself, or one whose tensors lie in files and are read when they are used.
 
-    A name that is missing has the values of one that shares its tensor: safetensors write ties once.
-    Raises CheckpointError where names or shapes differ from the model's.
+    weights: of files, a checkpoint of wh.save, safetensors, a Hugging Face folder, a file of torch.save, a folder of
+    DCP. A name that is missing has the values of one that shares its tensor: files write ties once. cuts, is_here: by
+    first names, how parameters will be cut and whether this rank keeps a tensor: what a checkpoint has of that is
+    checked against its checksums.
+    Raises CheckpointError where names or shapes differ from the model's, and for damaged files.
     """
     if not isinstance(weights, Mapping):
         weights = _opened(weights)
-        if not isinstance(weights, Mapping):
-            raise CheckpointError(
-                f"the file given as weights holds a {type(weights).__name__}, not a state dict.",
-                fix="write it with torch.save(model.state_dict(), path)",
-            )
     expected = model.state_dict()
     weights = _with_ties(weights, model)
     faults = [_listed("missing", [k for k in expected if k not in weights])]
@@ -52,7 +65,33 @@ def read_weights(weights: Weights, model: nn.Module) -> Mapping[str, Any]:
             + (f"; and {len(faults) - _MOST} more." if len(faults) > _MOST else "."),
             fix="give a state dict as one process has it: the plain model's own, or wh.full_state_dict(model)",
         )
+    if isinstance(weights, _WithTies | _InSource):
+        _check(weights, model, cuts or {}, is_here)
     return weights
+
+
+def _check(
+    weights: _WithTies | _InSource, model: nn.Module, cuts: Mapping[str, ParameterPlace], is_here: Callable[[str], bool]
+) -> None:
+    """Checks, against checksums, what this rank will read."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    boxes: dict[str, list[Box]] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    inside = weights
+    while isinstance(inside, _WithTies):
+        inside = inside.weights
+    if not isinstance(inside, _InSource):
+        return
+    for name, value in model.state_dict().items():
+        known = first.get(id(parameters.get(name)), name)
+        if not isinstance(value, Tensor) or not is_here(known):
+            continue
+        place = cuts.get(known)
+        cut = place is not None and place.shard is not None and place.parts is not None
+        whole = [Box.whole(value.shape)]
+        key = inside.key(weights.known_as(name))
+        boxes.setdefault(key, []).extend(boxes_of(place.shard, place.parts.index) if cut else whole)
+    inside.source.check(boxes)
 
 
 def _misfit(key: str, value: Tensor, given: Any) -> str:
@@ -66,27 +105,61 @@ def _misfit(key: str, value: Tensor, given: Any) -> str:
     return ""
 
 
-def _opened(path: str | os.PathLike[str]) -> Any:
-    if is_safetensors(path):
-        return SafeTensors(path)
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+def _opened(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    path = Path(path)
+    if path.is_dir() or is_safetensors(path):
+        return _InSource(open_source(path))
+    return state_dict_of(load_torch(path), path)
+
+
+class _InSource(Mapping[str, Any]):
+    """A model's state dict that lies in files."""
+
+    def __init__(self, source: Source):
+        self.source = source
+        found = (*source.tensors, *source.ties, *source.values)
+        self._keys = {key.removeprefix("model/"): key for key in found if key.startswith("model/")}
+
+    def key(self, name: str) -> str:
+        """The key of the tensor that has the values of a name."""
+        return self.source.ties.get(self._keys[name], self._keys[name])
+
+    def known_as(self, name: str) -> str:
+        return name
+
+    def __getitem__(self, name: str) -> Any:
+        key = self.key(name)
+        if key in self.source.tensors:
+            return Unread.of(self.source.tensors[key])
+        tensors = {k: one.read() for k, one in self.source.tensors.items() if k.startswith(f"{key}/")}
+        return decode(self.source.values[key], tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 class _WithTies(Mapping[str, Any]):
     """A state dict with further names for some of its tensors."""
 
     def __init__(self, weights: Mapping[str, Any], names: Mapping[str, str]):
-        self._weights, self._names = weights, names
+        self.weights, self._names = weights, names
+
+    def known_as(self, name: str) -> str:
+        """The name under which the state dict has the values of a name."""
+        return self._names.get(name, name)
 
     def __getitem__(self, name: str) -> Any:
-        return self._weights[self._names.get(name, name)]
+        return self.weights[self.known_as(name)]
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._weights
+        yield from self.weights
         yield from self._names
 
     def __len__(self) -> int:
-        return len(self._weights) + len(self._names)
+        return len(self.weights) + len(self._names)
 
 
 def _with_ties(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
@@ -102,14 +175,29 @@ def _with_ties(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Loads what `read_weights` gave; what another rank of a pipeline holds is not read."""
+    """Loads what `read_weights` gave; what another rank of a pipeline holds is not read, of a cut parameter its part."""
     own = model.state_dict()
     state: OrderedDict[str, Any] = OrderedDict()
     for name, value in own.items():
-        state[name] = value if isinstance(value, CutTensor) and not value.place.held else weights[name]
+        if isinstance(value, CutTensor):
+            state[name] = _part(weights, name, value)
+        else:
+            state[name] = weights[name]
     if hasattr(weights, "_metadata"):  # versions of modules, by which load_state_dict reads older files
         state._metadata = weights._metadata  # type: ignore[attr-defined]
     model.load_state_dict(state)
+
+
+def _part(weights: Mapping[str, Any], name: str, value: CutTensor) -> Any:
+    place = value.place
+    if not place.held:
+        return value
+    given = weights[name]
+    if not isinstance(given, Unread) or place.shard is None or place.parts is None:
+        return given
+    index = place.parts.index
+    boxes = list(zip(boxes_of(place.shard, index), in_local(place.shard, index), strict=True))
+    return UnreadPart.at(given.entry, boxes, place.shard.local_shape(index), place)
 
 
 def _listed(how: str, keys: list[str]) -> str:

@@ -29,7 +29,7 @@ from whale_torch.checkpoint.share import share
 from whale_torch.checkpoint.snapshot import Snapshot
 from whale_torch.errors import CheckpointError
 
-__all__ = ["save"]
+__all__ = ["save", "save_inventory"]
 
 
 @overload
@@ -151,6 +151,15 @@ def _snapshot(items: Sequence[Item], model: nn.Module | None, staging_bytes: int
         ),
         staging_bytes=sum(item.num_bytes for item in items) if staging_bytes is None else staging_bytes,
     )
+
+
+def save_inventory(run_dir: Path, step: int, inventory: Inventory, files: Files) -> Path:
+    """Writes what one process holds as a checkpoint."""
+    final = run_dir / folder_of(step)
+    saving = _Saving(final, step, files, Ranks(None))
+    saving.begin()
+    saving.commit(inventory, saving.write(inventory))
+    return final
 
 
 class _Saving:

@@ -1,0 +1,86 @@
+"""Opening: whatever holds weights, told apart by its name and by what is in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.dcp import is_dcp, read_dcp
+from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.folders import find, read_index
+from whale_torch.checkpoint.index import INDEX, Index
+from whale_torch.checkpoint.inventory import Held
+from whale_torch.checkpoint.reader import Reader, Wanted
+from whale_torch.checkpoint.safetensors import SAFETENSORS, SAFETENSORS_INDEX, is_safetensors, read_safetensors
+from whale_torch.checkpoint.source import Entry, InFiles, Range, Source
+from whale_torch.checkpoint.torch_files import is_torch_folder, read_torch_file, read_torch_folder
+from whale_torch.errors import CheckpointError
+
+__all__ = ["open_source"]
+
+
+def open_source(path: str | os.PathLike[str], files: Files | None = None) -> Source:
+    """A checkpoint of wh.save (a run_dir or one step), a file or folder of safetensors, a Hugging Face folder, a file
+    of torch.save, or a folder of DCP. Tensors are read when they are asked for.
+
+    Raises CheckpointError for what is none of these, is damaged, or would run code when it is read.
+    """
+    path, files = Path(path), Files() if files is None else files
+    if is_safetensors(path):
+        return _safetensors(path, [path], files)
+    if not path.is_dir():
+        return read_torch_file(path)
+    for found, read in _FOLDERS:
+        if found(path):
+            return read(path, files)
+    raise CheckpointError(
+        f"{path} holds no weights that can be read here.",
+        fix="a run_dir or step of wh.save, a folder of safetensors, of Hugging Face, of torch.save or of DCP",
+    )
+
+
+def _safetensors(path: Path, paths: Sequence[Path], files: Files) -> Source:
+    tensors, ties = read_safetensors(paths, files)
+    named = {f"model/{name}": entry for name, entry in tensors.items()}
+    return Source(path, named, {f"model/{name}": f"model/{first}" for name, first in ties.items()})
+
+
+def _own(path: Path, files: Files) -> Source:
+    folder = find(path, files)
+    index = read_index(folder, files)
+    tensors: dict[str, Entry] = {}
+    for key, one in index.tensors.items():
+        ranges = [Range(folder / piece.file, piece.offset, piece.box) for piece in one.pieces]
+        tensors[key] = InFiles(key, one.torch_dtype, one.shape, ranges, files)
+    return Source(folder, tensors, index.ties, index.values, index.step, _check(folder, index, files))
+
+
+def _check(folder: Path, index: Index, files: Files) -> Callable[[Mapping[str, Sequence[Box]]], None]:
+    def check(boxes: Mapping[str, Sequence[Box]]) -> None:
+        wanted = []
+        for key, of_key in boxes.items():
+            stored = index.tensors[key]
+            held = Held(key, stored.torch_dtype, stored.shape, None, tuple((box, box) for box in of_key))
+            wanted.append(Wanted(key, stored, held))
+        Reader(files, folder, index).check(wanted)
+
+    return check
+
+
+def _has(name: str) -> Callable[[Path], bool]:
+    return lambda path: (path / name).is_file()
+
+
+_FOLDERS: list[tuple[Callable[[Path], bool], Callable[[Path, Files], Source]]] = [
+    (lambda path: (path / INDEX).is_file() or any(path.glob(f"step-*/{INDEX}")), _own),
+    (is_dcp, read_dcp),
+    (_has(SAFETENSORS_INDEX), lambda path, files: _safetensors(path, [path / SAFETENSORS_INDEX], files)),
+    (_has(SAFETENSORS), lambda path, files: _safetensors(path, [path / SAFETENSORS], files)),
+    (
+        lambda path: any(path.glob("*.safetensors")),
+        lambda path, files: _safetensors(path, sorted(path.glob("*.safetensors")), files),
+    ),
+    (is_torch_folder, lambda path, files: read_torch_folder(path)),
+]
