@@ -88,7 +88,8 @@ def convert(
         finally:
             if temporary.exists():
                 shutil.rmtree(temporary)
-    return Converted(path, len(opened.tensors), sum(one.num_bytes for one in opened.tensors.values()), left_out)
+    written = [one for key, one in opened.tensors.items() if key.partition("/")[0] not in left_out]
+    return Converted(path, len(written), sum(one.num_bytes for one in written), left_out)
 
 
 def _new(target: Path) -> None:

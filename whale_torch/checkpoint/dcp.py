@@ -147,6 +147,7 @@ class _Reading:
         paths = {fqn: tuple(self._names.get(fqn, _split(fqn))) for fqn in self._items}
         alone = not any(path[0] in _MODEL_KEYS for path in paths.values())
         rest: dict[str, Any] = {}
+        groups: dict[tuple[Any, ...], Any] = {}
         for fqn, path in paths.items():
             key = _key(path, fqn, alone)
             item = self._items[fqn]
@@ -157,11 +158,13 @@ class _Reading:
             elif path == (_OURS, "values"):
                 self._ours(source, fqn)
             elif key == "optimizer/groups":
-                source.values[key] = encode(_groups(self._value(fqn)), key, {})
+                groups[path[2:]] = self._value(fqn)
             elif key is not None:
                 source.values[key] = encode(self._value(fqn), key, {})
             else:
                 rest[fqn] = encode(self._value(fqn), fqn, {})
+        if groups:
+            source.values["optimizer/groups"] = encode(_groups(groups), "optimizer/groups", {})
         for key, first in source.ties.items():
             if first in source.tensors:
                 source.tensors.pop(key, None)
@@ -232,7 +235,7 @@ def _key(path: tuple[Any, ...], fqn: str, alone: bool) -> str | None:
             name, state = rest[1], rest[2]
         else:
             name, _, state = ".".join(map(str, rest)).removeprefix("state.").rpartition(".")
-        if isinstance(name, int):
+        if str(name).isdigit():
             raise CheckpointError(
                 f"'{fqn}' is of an optimizer that knows its parameters by numbers.",
                 fix="save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives: it has names",
@@ -241,12 +244,16 @@ def _key(path: tuple[Any, ...], fqn: str, alone: bool) -> str | None:
     return f"model/{fqn}" if alone else None
 
 
-def _groups(groups: Any) -> list[Any]:
-    if not isinstance(groups, list):
-        raise CheckpointError("param_groups are no list.", fix="save torch's own optimizer state")
+def _groups(told: Mapping[tuple[Any, ...], Any]) -> list[Any]:
+    """Groups of an optimizer from what DCP has under (number, option), or torch's flattening under (name.option)."""
+    found: dict[Any, dict[str, Any]] = {}
+    for path, value in told.items():
+        if len(path) != 2 or not str(path[0]).isdigit():
+            raise CheckpointError(f"param_groups has {path}, which is not understood.", fix="leave options unflattened")
+        found.setdefault(int(path[0]), {})[path[1]] = value
     return [
         {"params": group["params"], "options": {k: v for k, v in group.items() if k not in ("params", "param_names")}}
-        for group in groups
+        for _, group in sorted(found.items())
     ]
 
 
@@ -257,11 +264,12 @@ def write_dcp(files: Files, folder: Path, source: Source) -> None:
     entries = {_path(key): entry for key, entry in source.tensors.items()}
     told = {key: value for key, value in source.values.items() if not _is_plain(key)}
     ours = {"values": told, "ties": source.ties, "step": source.step}
-    values: dict[tuple[str, ...], Any] = {(_OURS, "values"): json.dumps(ours)}
+    values: dict[tuple[str | int, ...], Any] = {(_OURS, "values"): json.dumps(ours)}
     for key, value in source.values.items():
         if key == "optimizer/groups":
-            groups = [{**group["options"], "params": group["params"]} for group in decode(value, {})]
-            values["optimizer", "param_groups"] = groups
+            for number, group in enumerate(decode(value, {})):
+                for name, one in {**group["options"], "params": group["params"]}.items():
+                    values["optimizer", "param_groups", number, name] = one
         elif _is_plain(key):
             values[_path(key)] = decode(value, {name: source.tensors[name].read() for name in _tensors_in(value)})
     ties = {_fqn(_path(key)): _fqn(_path(first)) for key, first in source.ties.items()}
@@ -281,8 +289,8 @@ def _path(key: str) -> tuple[str, ...]:
     return (_OURS, key)
 
 
-def _fqn(path: tuple[str, ...]) -> str:
-    return ".".join(path)
+def _fqn(path: tuple[str | int, ...]) -> str:
+    return ".".join(map(str, path))
 
 
 def _is_plain(key: str) -> bool:
@@ -301,7 +309,7 @@ def _tensors_in(value: Any) -> Iterator[str]:
 
 
 def _planner(
-    entries: Mapping[tuple[str, ...], Entry], values: Mapping[tuple[str, ...], Any], ties: Mapping[str, tuple[str, ...]]
+    entries: Mapping[tuple[str, ...], Entry], values: Mapping[tuple[str | int, ...], Any], ties: Mapping[str, tuple[str, ...]]
 ) -> Any:
     from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties

@@ -22,7 +22,7 @@ from whale_torch.errors import CheckpointError
 
 __all__ = ["Composed", "Entry", "InFiles", "InMemory", "Part", "Range", "Reshaped", "Source", "chunks_of"]
 
-_DIRECT_BYTES = 1 << 10  # runs from here on are read alone, shorter ones by way of a window
+_DIRECT_BYTES = 1 << 8  # runs from here on are read alone, shorter ones by way of a window
 
 
 class Entry(ABC):

@@ -1,0 +1,128 @@
+"""Weights out of files at build: every form gives the same values, and a rank reads its own slices only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whale_torch as wh
+from tests.world import world
+from whale_torch.checkpoint.convert import convert
+from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.save import save
+from whale_torch.errors import CheckpointError
+
+
+class Net(nn.Module):
+    """Packed projections, rows and columns of several types, ties, buffers of both kinds."""
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        with wh.split():
+            self.attention = nn.MultiheadAttention(width, 4)
+            self.words, self.head = nn.Embedding(37, width), nn.Linear(width, 37, bias=False)
+            self.half = nn.Linear(width, 2 * width).bfloat16()
+        with wh.split(cut="rows"):
+            self.rows = nn.Linear(2 * width, width)
+        with wh.replica():
+            self.norm, self.angles = nn.BatchNorm1d(width), Angles()
+        self.head.weight = self.words.weight
+
+
+class Angles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(5), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.angles.copy_(torch.arange(5.0))
+
+
+def made(seed: int = 3, width: int = 16) -> Net:
+    torch.manual_seed(seed)
+    net = Net(width)
+    net.norm.running_mean.normal_()
+    return net
+
+
+FORMS = {"safetensors": "files", "hf": "folder", "torch": "net.pt", "dcp": "dcp"}
+
+
+def built(rank: int, n: int, folder: str) -> dict[str, Tensor]:
+    paths = {form: Path(folder, name) for form, name in FORMS.items()} | {"own": Path(folder, "run")}
+    paths["one file"] = Path(folder, "net.safetensors")
+    out = {}
+    for form, path in paths.items():
+        with torch.device("meta"):
+            net = Net()
+        wh.parallelize(net, weights=path, seed=rank * 0)
+        assert torch.equal(net.angles.angles, torch.arange(5.0))
+        assert net.head.weight is net.words.weight
+        out |= {f"{form} {key}": value for key, value in wh.full_state_dict(net).items()}
+    real = made(5)
+    wh.parallelize(real, weights=paths["own"])
+    return out | {f"real {key}": value for key, value in wh.full_state_dict(real).items()}
+
+
+def test_every_form_gives_the_same_values(tmp_path: Path) -> None:
+    expected = made()
+    save(tmp_path / "run", step=1, model=expected)
+    for form, name in FORMS.items():
+        convert(tmp_path / "run", tmp_path / name, form, shard_bytes=4000)
+    convert(tmp_path / "run", tmp_path / "net.safetensors", "safetensors")
+    assert len(list((tmp_path / "folder").glob("*.safetensors"))) > 2
+    for found in world(3, built, str(tmp_path)):
+        assert len(found) == 7 * len(expected.state_dict())
+        for key, value in found.items():
+            one = expected.state_dict()[key.rpartition(" ")[2]]
+            assert torch.equal(value, one) and value.dtype == one.dtype, key
+
+
+def counted(rank: int, n: int, path: str, width: int) -> int:
+    read, total = Files.read, [0]
+
+    def count(self: Files, fd: int, into: memoryview, offset: int) -> int:
+        total[0] += len(into)
+        return read(self, fd, into, offset)
+
+    Files.read = count
+    with torch.device("meta"):
+        net = Net(width)
+    wh.parallelize(net, weights=path)
+    return total[0]
+
+
+def test_a_rank_reads_its_slices_only(tmp_path: Path) -> None:
+    net = made(width=256)
+    save(tmp_path / "run", step=1, model=net)
+    convert(tmp_path / "run", tmp_path / "net.safetensors", "safetensors")
+    cut = sum(p.numel() * p.element_size() for name, p in net.named_parameters() if "norm" not in name)
+    for read in world(4, counted, str(tmp_path / "net.safetensors"), 256):
+        assert read < 0.3 * cut, f"{read} bytes of {cut}: the parts are a quarter"
+
+
+def damaged(rank: int, n: int, path: str) -> list[str]:
+    with torch.device("meta"):
+        net = Net()
+    with pytest.raises(CheckpointError) as raised:
+        wh.parallelize(net, weights=path)
+    assert type(net) is Net and all(p.is_meta for p in net.parameters())
+    return str(raised.value)
+
+
+def test_damage_is_named_before_the_model_changes(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", step=1, model=made())
+    (file,) = folder.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    told = world(2, damaged, str(folder))
+    assert all("is damaged" in text and file.name in text for text in told), told
+    convertible = tmp_path / "x.safetensors"
+    with pytest.raises(CheckpointError, match="is damaged"):
+        convert(folder, convertible, "safetensors")
+    assert not convertible.exists() and list(tmp_path.iterdir()) == [tmp_path / "run"]
