@@ -1,5 +1,4 @@
-"""Folders of torch.distributed.checkpoint (DCP): read without running what their pickles name, written chunk by chunk.
-"""
+"""Folders of torch.distributed.checkpoint (DCP): read without running what their pickles name, written chunk by chunk."""
 
 from __future__ import annotations
 
@@ -196,7 +195,7 @@ class _Reading:
         return Composed(dtype, shape, parts)
 
     def _value(self, fqn: str) -> Any:
-        (_, info), = self._stored[fqn]
+        ((_, info),) = self._stored[fqn]
         return load_torch_part(self._file(fqn, info), info.offset, info.length)
 
     def _file(self, fqn: str, info: Any) -> Path:
@@ -206,11 +205,15 @@ class _Reading:
                 fix="write the checkpoint without extensions",
             )
         if Path(info.relative_path).name != info.relative_path:
-            raise CheckpointError(f"{self._path} names a file outside of it: {info.relative_path!r}.", fix="do not trust it")
+            raise CheckpointError(
+                f"{self._path} names a file outside of it: {info.relative_path!r}.", fix="do not trust it"
+            )
         path = self._path / info.relative_path
         size = path.stat().st_size if path.is_file() else -1
         if info.offset < 0 or info.length < 0 or info.offset + info.length > size:
-            text = "is missing" if size < 0 else f"is too short: '{fqn}' reaches to byte {info.offset + info.length} of it"
+            text = (
+                "is missing" if size < 0 else f"is too short: '{fqn}' reaches to byte {info.offset + info.length} of it"
+            )
             raise CheckpointError(f"{path} {text}.", fix="give another checkpoint")
         return path
 
@@ -309,7 +312,9 @@ def _tensors_in(value: Any) -> Iterator[str]:
 
 
 def _planner(
-    entries: Mapping[tuple[str, ...], Entry], values: Mapping[tuple[str | int, ...], Any], ties: Mapping[str, tuple[str, ...]]
+    entries: Mapping[tuple[str, ...], Entry],
+    values: Mapping[tuple[str | int, ...], Any],
+    ties: Mapping[str, tuple[str, ...]],
 ) -> Any:
     from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties

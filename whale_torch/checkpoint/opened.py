@@ -8,10 +8,12 @@ from pathlib import Path
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.dcp import is_dcp, read_dcp
+from whale_torch.checkpoint.deepspeed import is_deepspeed, read_deepspeed
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import find, read_index
 from whale_torch.checkpoint.index import INDEX, Index
 from whale_torch.checkpoint.inventory import Held
+from whale_torch.checkpoint.megatron import is_megatron, read_megatron
 from whale_torch.checkpoint.reader import Reader, Wanted
 from whale_torch.checkpoint.safetensors import SAFETENSORS, SAFETENSORS_INDEX, is_safetensors, read_safetensors
 from whale_torch.checkpoint.source import Entry, InFiles, Range, Source
@@ -23,7 +25,7 @@ __all__ = ["open_source"]
 
 def open_source(path: str | os.PathLike[str], files: Files | None = None) -> Source:
     """A checkpoint of wh.save (a run_dir or one step), a file or folder of safetensors, a Hugging Face folder, a file
-    of torch.save, or a folder of DCP. Tensors are read when they are asked for.
+    of torch.save, or a folder of DCP, Megatron-LM or DeepSpeed. Tensors are read when they are asked for.
 
     Raises CheckpointError for what is none of these, is damaged, or would run code when it is read.
     """
@@ -37,7 +39,7 @@ def open_source(path: str | os.PathLike[str], files: Files | None = None) -> Sou
             return read(path, files)
     raise CheckpointError(
         f"{path} holds no weights that can be read here.",
-        fix="a run_dir or step of wh.save, a folder of safetensors, of Hugging Face, of torch.save or of DCP",
+        fix="a run_dir or step of wh.save, a folder of safetensors, of Hugging Face, of torch.save, DCP, Megatron-LM or DeepSpeed",
     )
 
 
@@ -82,5 +84,7 @@ _FOLDERS: list[tuple[Callable[[Path], bool], Callable[[Path, Files], Source]]] =
         lambda path: any(path.glob("*.safetensors")),
         lambda path, files: _safetensors(path, sorted(path.glob("*.safetensors")), files),
     ),
+    (is_megatron, read_megatron),
+    (is_deepspeed, read_deepspeed),
     (is_torch_folder, lambda path, files: read_torch_folder(path)),
 ]

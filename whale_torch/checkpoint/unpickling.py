@@ -1,5 +1,4 @@
-"""Reading pickles that others wrote, without running what they name: known classes become records, the rest is refused.
-"""
+"""Reading pickles that others wrote, without running what they name: known classes become records, the rest is refused."""
 
 from __future__ import annotations
 

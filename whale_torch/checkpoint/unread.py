@@ -71,7 +71,7 @@ class Unread(Tensor):
         torch.autograd.graph.increment_version(goal)
 
     def _narrow(self, dim: int, start: int, length: int) -> Unread:
-        (box, local), = self._boxes
+        ((box, local),) = self._boxes
         dim = dim % len(self._shape)
         at = dim + len(box.size) - len(self._shape)  # dims in front have been selected from
         begin, size = list(box.start), list(box.size)

@@ -1,0 +1,322 @@
+"""Folders of Megatron-LM (its format "torch"): what tensor, pipeline and expert ranks saved, put together by rules."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.foreign import attributes, load_foreign
+from whale_torch.checkpoint.source import Composed, Entry, InMemory, Part, Source
+from whale_torch.checkpoint.values import encode
+from whale_torch.errors import CheckpointError
+
+__all__ = ["RULES", "Rule", "is_megatron", "read_megatron"]
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How tensor ranks cut a tensor, and what it is called outside.
+
+    pattern: of Megatron's whole name; layers and experts have global numbers. names: one for each tensor that is fused
+    in it, in `fused` order. dim: along which ranks cut, None for a copy on each. fused: "qkv" for rows of query heads,
+    keys and values of one group after the other; "halves" for two blocks of rows on each rank.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    dim: int | None = None
+    fused: str = ""
+
+
+_LAYER = r"decoder\.layers\.(\d+)\."
+_TO = r"model.layers.\1."
+_EXPERT = rf"{_LAYER}mlp\.experts\.local_experts\.(\d+)\."
+_TO_EXPERT = rf"{_TO}block_sparse_moe.experts.\2."
+RULES = (
+    Rule(r"embedding\.word_embeddings\.weight", ("model.embed_tokens.weight",), 0),
+    Rule(r"output_layer\.weight", ("lm_head.weight",), 0),
+    Rule(r"decoder\.final_layernorm\.(weight|bias)", (r"model.norm.\1",)),
+    Rule(rf"{_LAYER}(?:input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)(weight|bias)", (rf"{_TO}input_layernorm.\2",)),
+    Rule(rf"{_LAYER}(?:pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)(weight|bias)", (rf"{_TO}post_attention_layernorm.\2",)),
+    Rule(
+        rf"{_LAYER}self_attention\.linear_qkv\.(weight|bias)",
+        tuple(rf"{_TO}self_attn.{one}_proj.\2" for one in "qkv"), 0, "qkv",
+    ),
+    Rule(rf"{_LAYER}self_attention\.([qk])_layernorm\.(weight|bias)", (rf"{_TO}self_attn.\2_norm.\3",)),
+    Rule(rf"{_LAYER}self_attention\.linear_proj\.weight", (rf"{_TO}self_attn.o_proj.weight",), 1),
+    Rule(rf"{_LAYER}self_attention\.linear_proj\.bias", (rf"{_TO}self_attn.o_proj.bias",)),
+    Rule(
+        rf"{_LAYER}mlp\.linear_fc1\.(weight|bias)",
+        (rf"{_TO}mlp.gate_proj.\2", rf"{_TO}mlp.up_proj.\2"), 0, "halves",
+    ),
+    Rule(rf"{_LAYER}mlp\.linear_fc2\.weight", (rf"{_TO}mlp.down_proj.weight",), 1),
+    Rule(rf"{_LAYER}mlp\.linear_fc2\.bias", (rf"{_TO}mlp.down_proj.bias",)),
+    Rule(rf"{_LAYER}mlp\.router\.weight", (rf"{_TO}block_sparse_moe.gate.weight",)),
+    Rule(rf"{_EXPERT}linear_fc1\.weight", (rf"{_TO_EXPERT}w1.weight", rf"{_TO_EXPERT}w3.weight"), 0, "halves"),
+    Rule(rf"{_EXPERT}linear_fc2\.weight", (rf"{_TO_EXPERT}w2.weight",), 1),
+)  # fmt: skip
+"""Megatron core's GPT with gated feed-forwards, as Llama and Mixtral are called by Hugging Face."""
+
+_GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.weight(\d+)")  # experts in one grouped product
+_NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
+_LOCAL = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
+
+
+def is_megatron(path: Path) -> bool:
+    return (path / _LATEST).is_file() or any(path.glob(f"mp_rank_*/{_FILE}"))
+
+
+Tensors = dict[str, Tensor]
+
+
+def read_megatron(path: Path, files: Files, rules: Sequence[Rule] = RULES) -> Source:
+    """Weights, and the optimizer's state where each rank saved its own.
+
+    Raises CheckpointError for tensors that no rule knows, and layouts that are not read: virtual pipelines, and the
+    format "torch_dist", which is DCP's.
+    """
+    folder = _iteration(path)
+    found = sorted(folder.glob(f"mp_rank_*/{_FILE}"))
+    if not found:
+        raise CheckpointError(
+            f"{folder} has no mp_rank_*/{_FILE}.",
+            fix='save with --ckpt-format torch, or convert from "torch_dist" as DCP',
+        )
+    reading = _Reading(folder, found, rules)
+    return reading.source()
+
+
+def _iteration(path: Path) -> Path:
+    if not (path / _LATEST).is_file():
+        return path
+    told = (path / _LATEST).read_text().strip()
+    return path / (told if told == "release" else f"iter_{int(told):07d}" if told.isdigit() else told)
+
+
+class _Reading:
+    def __init__(self, folder: Path, paths: Sequence[Path], rules: Sequence[Rule]):
+        self._folder, self._rules = folder, [(re.compile(rule.pattern), rule) for rule in rules]
+        self._data = {one: load_foreign(one) for one in paths}
+        first = next(iter(self._data.values()))
+        self._arguments = attributes(first.get("args"))
+        self._first = first
+        for one, data in self._data.items():
+            if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+                virtual = isinstance(data, dict) and "model0" in data
+                raise CheckpointError(
+                    f"{one} has no 'model'" + (": it is of a virtual pipeline." if virtual else "."),
+                    fix="save without a virtual pipeline" if virtual else "give a checkpoint of Megatron core's GPT",
+                )
+
+    def source(self) -> Source:
+        source = Source(self._folder, {})
+        step = self._first.get("iteration")
+        source.step = step if isinstance(step, int) else None
+        copies: dict[tuple[str, str], dict[int, Tensor]] = defaultdict(dict)
+        for kind, name, rank, value in self._tensors():
+            copies[kind, name][rank] = value
+        ranks = {rank for _, _, rank, _ in self._places()}
+        for (kind, name), of_ranks in copies.items():
+            if set(of_ranks) != ranks:
+                raise CheckpointError(
+                    f"{self._folder} has '{name}' of tensor ranks {sorted(of_ranks)}, and there are {sorted(ranks)}.",
+                    fix="give all ranks' files",
+                )
+            for outside, entry in self._whole(name, [of_ranks[rank] for rank in sorted(of_ranks)]):
+                key = f"model/{outside}" if kind == "model" else f"optimizer/{outside}/{kind}"
+                source.tensors[key] = entry
+        self._finish(source)
+        return source
+
+    def _places(self) -> list[tuple[Path, int, int, int]]:
+        """Of each file its pipeline stage, tensor rank and expert rank."""
+        numbers = {}
+        for path in self._data:
+            found = _FOLDER.fullmatch(path.parent.name)
+            if found is None:
+                raise CheckpointError(f"{path.parent} is not called as Megatron does.", fix="mp_rank_00_000")
+            numbers[path] = [None if one is None else int(one) for one in found.groups()]
+        stages = self._arguments.get("pipeline_model_parallel_size", None)
+        places = []
+        for path, (tensor, second, third) in numbers.items():
+            is_stage = third is not None or stages is None or stages > 1
+            stage = second or 0 if is_stage else 0
+            expert = (third if is_stage else second) or 0
+            places.append((path, stage, tensor or 0, expert))
+        for number, name in ((1, "pipeline"), (2, "tensor"), (3, "expert")):
+            there = {place[number] for place in places}
+            size = self._arguments.get(f"{name}_model_parallel_size")
+            if there != set(range(size if isinstance(size, int) else max(there) + 1)):
+                raise CheckpointError(
+                    f"{self._folder} has files of {name} ranks {sorted(there)}, of {size or max(there) + 1}.",
+                    fix="give all ranks' files",
+                )
+        return places
+
+    def _tensors(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """Kind, global name, tensor rank and value of all tensors."""
+        places = self._places()
+        layers: dict[int, int] = defaultdict(int)
+        local: dict[tuple[int, str], int] = defaultdict(int)
+        plain: dict[Path, dict[str, Tensors]] = {}
+        for path, stage, _, _ in places:
+            plain[path] = self._kinds(path)
+            for name in plain[path]["model"]:
+                if (numbered := _NUMBERED.fullmatch(name)) is not None:
+                    layers[stage] = max(layers[stage], int(numbered[2]) + 1)
+                if (expert := _LOCAL.fullmatch(name)) is not None:
+                    local[stage, expert[1]] = max(local[stage, expert[1]], int(expert[2]) + 1)
+        before = {stage: sum(n for other, n in layers.items() if other < stage) for _, stage, _, _ in places}
+        for path, stage, rank, expert in places:
+            for kind, tensors in plain[path].items():
+                for name, value in tensors.items():
+                    known = name
+                    if (found := _LOCAL.fullmatch(known)) is not None:
+                        known = f"{found[1]}{expert * local[stage, found[1]] + int(found[2])}{found[3]}"
+                    elif expert:
+                        continue  # every expert rank has a copy
+                    if (found := _NUMBERED.fullmatch(known)) is not None:
+                        known = f"{found[1]}{int(found[2]) + before[stage]}{found[3]}"
+                    yield kind, known, rank, value
+
+    def _kinds(self, path: Path) -> dict[str, Tensors]:
+        """The tensors that one rank saved, by local names: "model", and states of the optimizer."""
+        model: Tensors = {}
+        for name, value in self._data[path]["model"].items():
+            if isinstance(value, Tensor) and not name.endswith("_extra_state"):
+                grouped = _GROUPED.fullmatch(name)
+                model[f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}.weight" if grouped else name] = value
+        return {"model": model} | _moments(path, self._data[path].get("optimizer"), model)
+
+    def _whole(self, name: str, parts: Sequence[Tensor]) -> Iterator[tuple[str, Entry]]:
+        for pattern, rule in self._rules:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                names = [match.expand(one) for one in rule.names]
+                dim = rule.dim if rule.dim is None or parts[0].dim() > rule.dim else 0
+                yield from zip(names, self._entries(rule, name, dim, parts), strict=True)
+                return
+        raise CheckpointError(
+            f"no rule knows '{name}', of shape {list(parts[0].shape)} on each rank, of {self._folder}.",
+            fix="whale_torch.checkpoint.megatron.read_megatron(path, files, rules=(*RULES, Rule(...)))",
+        )
+
+    def _entries(self, rule: Rule, name: str, dim: int | None, parts: Sequence[Tensor]) -> list[Entry]:
+        if dim is None:
+            return [InMemory(parts[0])]
+        if not rule.fused:
+            return [_joined(dim, [(InMemory(one), [(0, one.shape[dim])]) for one in parts])]
+        if rule.fused == "halves":
+            halves = [(InMemory(one), one.shape[0] // 2) for one in parts]
+            if not self._arguments.get("swiglu", True):
+                raise CheckpointError(
+                    f"'{name}' is not gated, and the rules are for gated feed-forwards.", fix="rules="
+                )
+            return [_joined(0, [(one, [(at * n, n)]) for one, n in halves]) for at in (0, 1)]
+        heads, groups = self._arguments.get("num_attention_heads"), self._arguments.get("num_query_groups")
+        if not isinstance(heads, int):
+            raise CheckpointError(f"the args of {self._folder} do not say num_attention_heads.", fix="save them too")
+        groups = groups if isinstance(groups, int) and self._arguments.get("group_query_attention", True) else heads
+        total = sum(one.shape[0] for one in parts)
+        each, size = heads // groups, total // (heads + 2 * groups)
+        if size * (heads + 2 * groups) != total or groups % len(parts):
+            raise CheckpointError(
+                f"'{name}' has {total} rows in all, and {heads} heads in {groups} groups do not share them out.",
+                fix="the args that the model was built with",
+            )
+        local, step = groups // len(parts), (each + 2) * size
+        cuts = ((0, each * size), (each * size, size), ((each + 1) * size, size))  # queries, keys, values of a group
+        return [
+            _joined(0, [(InMemory(one), [(g * step + at, n) for g in range(local)]) for one in parts]) for at, n in cuts
+        ]
+
+    def _finish(self, source: Source) -> None:
+        """Groups, steps and ties."""
+        if (
+            self._arguments.get("untie_embeddings_and_output_weights") is False
+            or "model/lm_head.weight" not in source.tensors
+        ):
+            for key in [k for k in source.tensors if k.partition("/")[2].startswith("lm_head.weight")]:
+                del source.tensors[key]
+            source.ties["model/lm_head.weight"] = "model/model.embed_tokens.weight"
+        named = sorted({key.split("/")[1] for key in source.tensors if key.startswith("optimizer/")})
+        if not named:
+            return
+        groups = self._first["optimizer"]["optimizer"]["param_groups"]
+        told = []
+        for group in groups:
+            decays = group.get("wd_mult", 1.0) != 0.0
+            options = {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
+            names = [name for name in named if _decays(name, source.tensors[f"model/{name}"].shape) is decays]
+            told.append({"params": names, "options": options})
+        step = next((group["step"] for group in groups if "step" in group), source.step or 0)
+        for name in named:
+            source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(float(step))))
+        source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
+
+
+def _joined(dim: int, parts: Sequence[tuple[Entry, Sequence[tuple[int, int]]]]) -> Entry:
+    """One tensor from runs of rows (start, number), or columns, of several."""
+    made, at = [], 0
+    for entry, cuts in parts:
+        for start, count in cuts:
+            size = [*entry.shape[:dim], count, *entry.shape[dim + 1 :]]
+            goal, begin = [0] * len(size), [0] * len(size)
+            goal[dim], begin[dim] = at, start
+            made.append(Part(Box(tuple(goal), tuple(size)), entry, tuple(begin)))
+            at += count
+    first = parts[0][0]
+    return Composed(first.dtype, (*first.shape[:dim], at, *first.shape[dim + 1 :]), made)
+
+
+def _decays(name: str, shape: Sequence[int]) -> bool:
+    """Whether Megatron lets weights decay: all but biases and what has one dim."""
+    return not name.endswith("bias") and len(shape) > 1
+
+
+def _moments(path: Path, saved: Any, model: Mapping[str, Tensor]) -> dict[str, Tensors]:
+    """States of Megatron's mixed-precision optimizer by the names of parameters, none where it saved none here.
+
+    It numbers parameters group by group, in the model's order, those that decay and those that do not.
+    """
+    inner = saved.get("optimizer") if isinstance(saved, dict) else None
+    if not isinstance(inner, dict) or not inner.get("state"):
+        return {}
+    numbers: dict[int, str] = {}
+    for group in inner["param_groups"]:
+        decays = group.get("wd_mult", 1.0) != 0.0
+        names = [name for name, value in model.items() if _decays(name, value.shape) is decays]
+        if len(names) != len(group["params"]):
+            raise CheckpointError(
+                f"a group of the optimizer in {path} has {len(group['params'])} parameters, and {len(names)} of the "
+                f"model's {'decay' if decays else 'do not decay'}.",
+                fix="convert the weights alone: remove 'optimizer' from the files",
+            )
+        numbers |= dict(zip(group["params"], names, strict=True))
+    found: dict[str, Tensors] = defaultdict(dict)
+    for number, state in inner["state"].items():
+        for kind, value in state.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
+            name = numbers[number]
+            if value.shape != model[name].shape:
+                raise CheckpointError(
+                    f"'{kind}' of parameter {number} in {path} has shape {list(value.shape)}, and '{name}' has "
+                    f"{list(model[name].shape)}.",
+                    fix="convert the weights alone: remove 'optimizer' from the files",
+                )
+            found[kind][name] = value
+    return dict(found)
