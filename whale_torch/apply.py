@@ -116,7 +116,8 @@ def parallelize(
     scope names. device: this rank's. seed: of initial values on meta, and of torch's random state from here on,
     different on each replica and equal on the ranks of one. init_fn: initialises one meta module. weights: a plain
     state dict, or files of one (a checkpoint of wh.save, safetensors, a Hugging Face folder, torch.save, DCP), that
-    replaces the initial values; built on meta, a rank never holds more of it than its parts, and reads no more. timeout: of every collective, in seconds or as a timedelta.
+    replaces the initial values; built on meta, a rank never holds more of it than its parts, and of files reads no
+    more. timeout: of every collective, in seconds or as a timedelta.
     A deepcopy of the result evaluates and refuses to train; one of a member that is not cut is an ordinary module,
     whose gradients are this rank's own. A deepcopy of a pipelined one has the values of this rank's stages.
     Raises AnnotationError, PlanError, CheckpointError (weights that do not fit), TraceError and LossError (inputs on

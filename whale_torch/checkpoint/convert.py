@@ -98,7 +98,7 @@ def _new(target: Path) -> None:
 
 
 def _rename(source: Source, rename: Mapping[str, str]) -> None:
-    """Gives tensors of the model, and of an optimizer, other names. Raises CheckpointError for a pattern without use."""
+    """Gives tensors of the model, and of an optimizer, other names. Raises CheckpointError for an unused pattern."""
     patterns = [(re.compile(pattern), to) for pattern, to in rename.items()]
     unused = {pattern.pattern for pattern, _ in patterns}
 
@@ -223,7 +223,8 @@ def _to_torch(job: _Job) -> Path:
 
 def _optimizer(source: Source) -> dict[str, Any]:
     """An optimizer's state_dict as torch has it, with entries for tensors."""
-    groups, numbers = [], {}
+    groups: list[dict[str, Any]] = []
+    numbers: dict[str, int] = {}
     for group in decode(source.values["optimizer/groups"], {}):
         for name in group["params"]:
             numbers[name] = len(numbers)

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint (DCP): read without running what their pickles name, written chunk by chunk."""
+"""Folders of torch.distributed.checkpoint (DCP): read without running what pickles name, written chunk by chunk."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
-from whale_torch.checkpoint.boxes import Box, overlap
+from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.source import Composed, Entry, InFiles, InMemory, Part, Range, Source, chunks_of
 from whale_torch.checkpoint.torch_files import load_torch
@@ -63,7 +63,7 @@ class _Stored(Entry):
         start = _record(self.path, self.offset, self.length)
         if start is None or not found.is_contiguous():
             return InMemory(load_torch_part(self.path, self.offset, self.length))
-        start += found.storage_offset() * self.dtype.itemsize
+        start += int(found.storage_offset()) * self.dtype.itemsize
         return InFiles(self.name, self.dtype, self.shape, (Range(self.path, start, Box.whole(self.shape)),), self.files)
 
     def fill(self, box: Box, into: Tensor) -> None:
@@ -104,7 +104,9 @@ class _Window(io.RawIOBase):
 def load_torch_part(path: Path, offset: int, length: int) -> Any:
     """What torch.save wrote into the middle of a file."""
     with _Window(path, offset, length) as window:
-        return load_torch(path, load=lambda _, **options: torch.load(window, **{**options, "mmap": False}))
+        return load_torch(
+            path, load=lambda _, **options: torch.load(cast("IO[bytes]", window), **{**options, "mmap": False})
+        )
 
 
 def _record(path: Path, offset: int, length: int) -> int | None:
@@ -208,7 +210,7 @@ class _Reading:
             raise CheckpointError(
                 f"{self._path} names a file outside of it: {info.relative_path!r}.", fix="do not trust it"
             )
-        path = self._path / info.relative_path
+        path: Path = self._path / info.relative_path
         size = path.stat().st_size if path.is_file() else -1
         if info.offset < 0 or info.length < 0 or info.offset + info.length > size:
             text = (
@@ -262,7 +264,7 @@ def _groups(told: Mapping[tuple[Any, ...], Any]) -> list[Any]:
 
 def write_dcp(files: Files, folder: Path, source: Source) -> None:
     """Writes model, optimizer and the rest; of a tie both names, of one record."""
-    from torch.distributed import checkpoint as dcp  # slow to import, and seldom needed
+    from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and seldom needed
 
     entries = {_path(key): entry for key, entry in source.tensors.items()}
     told = {key: value for key, value in source.values.items() if not _is_plain(key)}
@@ -279,7 +281,7 @@ def write_dcp(files: Files, folder: Path, source: Source) -> None:
     planner = _planner(entries, values, {_fqn(_path(key)): _path(key) for key in source.ties})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that it saves in one process is meant
-        dcp.save({}, storage_writer=_writer(folder, ties), planner=planner, no_dist=True)
+        save({}, storage_writer=_writer(folder, ties), planner=planner, no_dist=True)
 
 
 def _path(key: str) -> tuple[str, ...]:
@@ -316,12 +318,23 @@ def _planner(
     values: Mapping[tuple[str | int, ...], Any],
     ties: Mapping[str, tuple[str, ...]],
 ) -> Any:
-    from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import BytesIOWriteData, TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.planner import (
+        BytesIOWriteData,
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
 
     class Planner(DefaultSavePlanner):
         """Plans records of one chunk each, which are read when they are written."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: dict[str, io.BytesIO] = {}
+            self.boxes: dict[tuple[str, tuple[int, ...]], tuple[Entry, Box]] = {}
 
         def create_local_plan(self) -> SavePlan:
             items = []
@@ -350,13 +363,11 @@ def _planner(
             entry, box = self.boxes[write_item.index.fqn, tuple(write_item.index.offset or ())]
             return entry.read(box)
 
-    planner = Planner()
-    planner.told, planner.boxes = {}, {}
-    return planner
+    return Planner()
 
 
 def _writer(folder: Path, ties: Mapping[str, str]) -> Any:
-    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     class Writer(FileSystemWriter):
         """Notes a tie's further names as other names of the same records."""

@@ -131,7 +131,7 @@ def _add_flat(
     wanted = sum(math.prod(shape) for shape in shapes.values())
     if not wanted <= there <= wanted + _SLACK * len(parts) * len(parts):
         raise CheckpointError(
-            f"the partitions of {folder} hold {there} elements of {key.format('...')}, and its parameters have {wanted}.",
+            f"the partitions of {folder} hold {there} elements of {key.format('...')}, and parameters have {wanted}.",
             fix="give all ranks' files of one step",
         )
     made, at = [], 0

@@ -6,7 +6,7 @@ import pickle
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ def load_foreign(path: Path) -> Any:
         ("torch._utils", "_rebuild_tensor_v2"): _tensor,
         ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
     }
-    module = SimpleNamespace(Unpickler=restricted(*_INERT, further=further), load=_refuse, loads=_refuse)
-    module.UnpicklingError = pickle.UnpicklingError
+    module = ModuleType("restricted pickle")
+    module.__dict__.update(Unpickler=restricted(*_INERT, further=further), load=_refuse, loads=_refuse)
     return load_torch(
         path,
         load=lambda path, **options: torch.load(path, **{**options, "weights_only": False, "pickle_module": module}),

@@ -49,8 +49,14 @@ RULES = (
     Rule(r"embedding\.word_embeddings\.weight", ("model.embed_tokens.weight",), 0),
     Rule(r"output_layer\.weight", ("lm_head.weight",), 0),
     Rule(r"decoder\.final_layernorm\.(weight|bias)", (r"model.norm.\1",)),
-    Rule(rf"{_LAYER}(?:input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)(weight|bias)", (rf"{_TO}input_layernorm.\2",)),
-    Rule(rf"{_LAYER}(?:pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)(weight|bias)", (rf"{_TO}post_attention_layernorm.\2",)),
+    Rule(
+        rf"{_LAYER}(?:input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)(weight|bias)",
+        (rf"{_TO}input_layernorm.\2",),
+    ),
+    Rule(
+        rf"{_LAYER}(?:pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)(weight|bias)",
+        (rf"{_TO}post_attention_layernorm.\2",),
+    ),
     Rule(
         rf"{_LAYER}self_attention\.linear_qkv\.(weight|bias)",
         tuple(rf"{_TO}self_attn.{one}_proj.\2" for one in "qkv"), 0, "qkv",
@@ -143,25 +149,26 @@ class _Reading:
 
     def _places(self) -> list[tuple[Path, int, int, int]]:
         """Of each file its pipeline stage, tensor rank and expert rank."""
-        numbers = {}
+        numbers: dict[Path, list[int | None]] = {}
         for path in self._data:
             found = _FOLDER.fullmatch(path.parent.name)
             if found is None:
                 raise CheckpointError(f"{path.parent} is not called as Megatron does.", fix="mp_rank_00_000")
             numbers[path] = [None if one is None else int(one) for one in found.groups()]
         stages = self._arguments.get("pipeline_model_parallel_size", None)
-        places = []
-        for path, (tensor, second, third) in numbers.items():
+        places: list[tuple[Path, int, int, int]] = []
+        for path, (first, second, third) in numbers.items():
             is_stage = third is not None or stages is None or stages > 1
             stage = second or 0 if is_stage else 0
             expert = (third if is_stage else second) or 0
-            places.append((path, stage, tensor or 0, expert))
-        for number, name in ((1, "pipeline"), (2, "tensor"), (3, "expert")):
-            there = {place[number] for place in places}
-            size = self._arguments.get(f"{name}_model_parallel_size")
-            if there != set(range(size if isinstance(size, int) else max(there) + 1)):
+            places.append((path, stage, first or 0, expert))
+        for number, name in ((0, "pipeline"), (1, "tensor"), (2, "expert")):
+            there = {(stage, tensor, expert)[number] for _, stage, tensor, expert in places}
+            told = self._arguments.get(f"{name}_model_parallel_size")
+            size = told if isinstance(told, int) else max(there) + 1
+            if there != set(range(size)):
                 raise CheckpointError(
-                    f"{self._folder} has files of {name} ranks {sorted(there)}, of {size or max(there) + 1}.",
+                    f"{self._folder} has files of {name} ranks {sorted(there)}, of {size}.",
                     fix="give all ranks' files",
                 )
         return places
@@ -177,8 +184,8 @@ class _Reading:
             for name in plain[path]["model"]:
                 if (numbered := _NUMBERED.fullmatch(name)) is not None:
                     layers[stage] = max(layers[stage], int(numbered[2]) + 1)
-                if (expert := _LOCAL.fullmatch(name)) is not None:
-                    local[stage, expert[1]] = max(local[stage, expert[1]], int(expert[2]) + 1)
+                if (numbered := _LOCAL.fullmatch(name)) is not None:
+                    local[stage, numbered[1]] = max(local[stage, numbered[1]], int(numbered[2]) + 1)
         before = {stage: sum(n for other, n in layers.items() if other < stage) for _, stage, _, _ in places}
         for path, stage, rank, expert in places:
             for kind, tensors in plain[path].items():

@@ -39,7 +39,7 @@ def open_source(path: str | os.PathLike[str], files: Files | None = None) -> Sou
             return read(path, files)
     raise CheckpointError(
         f"{path} holds no weights that can be read here.",
-        fix="a run_dir or step of wh.save, a folder of safetensors, of Hugging Face, of torch.save, DCP, Megatron-LM or DeepSpeed",
+        fix="a folder of wh.save, safetensors, Hugging Face, torch.save, DCP, Megatron-LM or DeepSpeed",
     )
 
 

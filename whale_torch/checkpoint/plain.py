@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from whale_torch.checkpoint.boxes import Box, boxes_of, in_local
@@ -77,20 +76,17 @@ def _check(
     first = {id(p): name for name, p in model.named_parameters()}
     boxes: dict[str, list[Box]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    inside = weights
-    while isinstance(inside, _WithTies):
-        inside = inside.weights
+    inside = weights.weights if isinstance(weights, _WithTies) else weights
     if not isinstance(inside, _InSource):
         return
     for name, value in model.state_dict().items():
         known = first.get(id(parameters.get(name)), name)
         if not isinstance(value, Tensor) or not is_here(known):
             continue
-        place = cuts.get(known)
-        cut = place is not None and place.shard is not None and place.parts is not None
-        whole = [Box.whole(value.shape)]
-        key = inside.key(weights.known_as(name))
-        boxes.setdefault(key, []).extend(boxes_of(place.shard, place.parts.index) if cut else whole)
+        found, place = [Box.whole(value.shape)], cuts.get(known)
+        if place is not None and place.shard is not None and place.parts is not None:
+            found = boxes_of(place.shard, place.parts.index)
+        boxes.setdefault(inside.key(weights.known_as(name)), []).extend(found)
     inside.source.check(boxes)
 
 
@@ -175,7 +171,7 @@ def _with_ties(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Loads what `read_weights` gave; what another rank of a pipeline holds is not read, of a cut parameter its part."""
+    """Loads what `read_weights` gave: of a cut parameter its part, and nothing of what another rank holds."""
     own = model.state_dict()
     state: OrderedDict[str, Any] = OrderedDict()
     for name, value in own.items():

@@ -38,10 +38,10 @@ def read_safetensors(paths: Sequence[Path], files: Files) -> tuple[dict[str, Ent
     """
     found: dict[str, Entry] = {}
     ties: dict[str, str] = {}
-    for path in [one for path in paths for one in _files(path)]:
+    for path in [file for given in paths for file in _files(given)]:
         try:
             entries, metadata = _header(path, files)
-            given = json.loads(metadata.get(_TIES, "{}"))
+            further = _ties(metadata.get(_TIES, "{}"), entries)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             text = error.what.rstrip(".") if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             raise CheckpointError(
@@ -51,7 +51,7 @@ def read_safetensors(paths: Sequence[Path], files: Files) -> tuple[dict[str, Ent
         if twice is not None:
             raise CheckpointError(f"'{twice}' is in {path} and in another file.", fix="give the files of one model")
         found |= entries
-        ties |= given
+        ties |= further
     return found, ties
 
 
@@ -91,6 +91,13 @@ def _header(path: Path, files: Files) -> tuple[dict[str, Entry], Mapping[str, st
             raise ValueError(f"'{name}' reaches to byte {8 + length + last}, and the file has {total}")
         found[name] = InFiles(name, dtype, shape, (Range(path, 8 + length + first, Box.whole(shape)),), files)
     return found, metadata
+
+
+def _ties(text: str, entries: Mapping[str, Entry]) -> dict[str, str]:
+    found = json.loads(text)
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise ValueError("its metadata have no map of ties")
+    return {name: first for name, first in found.items() if name not in entries}
 
 
 def _bytes(files: Files, fd: int, size: int, offset: int) -> bytes:

@@ -44,7 +44,7 @@ def load_torch(path: Path, *, load: Callable[..., Any] = torch.load) -> Any:
     except pickle.UnpicklingError as error:
         text = next((line for line in str(error).splitlines() if "GLOBAL" in line or "global" in line), None)
         raise CheckpointError(
-            f"{path} holds more than tensors and plain data, and reading it could run code: {text or first_line(error)}",
+            f"{path} holds more than tensors and plain data; reading it could run code: {text or first_line(error)}",
             fix="write it again as a state dict of tensors, where you trust it",
         ) from error
     except Exception as error:  # a broken file may raise anything

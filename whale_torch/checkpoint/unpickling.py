@@ -1,4 +1,4 @@
-"""Reading pickles that others wrote, without running what they name: known classes become records, the rest is refused."""
+"""Pickles that others wrote, read without running what they name: known classes are records, the rest is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RestrictedUnpickler(pickle.Unpickler):
     """Classes of `inert` modules and packages become Records; anything else but plain data raises UnpicklingError."""
 
     inert: Sequence[str] = ()
-    further: Mapping[tuple[str, str], Any] = {}  # noqa: RUF012
+    further: Mapping[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         found = self.further.get((module, name), _PLAIN.get((module, name)))

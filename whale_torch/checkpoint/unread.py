@@ -71,7 +71,7 @@ class Unread(Tensor):
         torch.autograd.graph.increment_version(goal)
 
     def _narrow(self, dim: int, start: int, length: int) -> Unread:
-        ((box, local),) = self._boxes
+        ((box, _),) = self._boxes
         dim = dim % len(self._shape)
         at = dim + len(box.size) - len(self._shape)  # dims in front have been selected from
         begin, size = list(box.start), list(box.size)
@@ -90,7 +90,7 @@ class Unread(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func is Tensor.copy_ and isinstance(args[1], Unread) and not isinstance(first, Unread):
+        if func is Tensor.copy_ and isinstance(args[1], Unread) and isinstance(first, Tensor):
             args[1].read_into(first)
             return first
         if isinstance(first, Unread):
@@ -140,16 +140,17 @@ def _numel(one: Unread) -> int:
     return Box.whole(one._shape).numel
 
 
-_KNOWN: dict[Any, Callable[[Unread], Any]] = {
-    Tensor.shape.__get__: lambda one: torch.Size(one._shape),
-    Tensor.dtype.__get__: lambda one: one._entry.dtype,
-    Tensor.layout.__get__: lambda one: torch.strided,
-    Tensor.device.__get__: lambda one: torch.device("meta"),
-    Tensor.is_meta.__get__: lambda one: False,
-    Tensor.requires_grad.__get__: lambda one: False,
-    Tensor.grad_fn.__get__: lambda one: None,
+_FIELDS: dict[Any, Callable[[Unread], Any]] = {
+    Tensor.shape: lambda one: torch.Size(one._shape),
+    Tensor.dtype: lambda one: one._entry.dtype,
+    Tensor.layout: lambda one: torch.strided,
+    Tensor.device: lambda one: torch.device("meta"),
+    Tensor.is_meta: lambda one: False,
+    Tensor.requires_grad: lambda one: False,
+    Tensor.ndim: lambda one: len(one._shape),
+}
+_KNOWN: dict[Any, Callable[[Unread], Any]] = {field.__get__: answer for field, answer in _FIELDS.items()} | {
     Tensor.dim: lambda one: len(one._shape),
-    Tensor.ndim.__get__: lambda one: len(one._shape),
     Tensor.numel: _numel,
     Tensor.element_size: lambda one: one._entry.dtype.itemsize,
     Tensor.is_contiguous: lambda one: False,

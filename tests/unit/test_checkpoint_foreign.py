@@ -1,0 +1,259 @@
+"""Folders of Megatron-LM and DeepSpeed, written here as those write them, come out as the models they were made of."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from whale_torch.checkpoint.convert import convert
+from whale_torch.checkpoint.load import load
+from whale_torch.checkpoint.opened import open_source
+from whale_torch.errors import CheckpointError
+
+LAYERS, HIDDEN, HEADS, GROUPS, SIZE, WIDE, VOCABULARY, EXPERTS = 4, 16, 4, 2, 4, 24, 20, 4
+
+
+def llama(experts: int = 0) -> dict[str, Tensor]:
+    """A model by Hugging Face's names."""
+    torch.manual_seed(0)
+    found = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN), "model.norm.weight": torch.randn(HIDDEN)}
+    found["lm_head.weight"] = torch.randn(VOCABULARY, HIDDEN)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        for name, rows in (("q", HEADS * SIZE), ("k", GROUPS * SIZE), ("v", GROUPS * SIZE)):
+            found[f"{at}self_attn.{name}_proj.weight"] = torch.randn(rows, HIDDEN).bfloat16()
+            found[f"{at}self_attn.{name}_proj.bias"] = torch.randn(rows)
+        found[f"{at}self_attn.o_proj.weight"] = torch.randn(HIDDEN, HEADS * SIZE)
+        found[f"{at}input_layernorm.weight"] = torch.randn(HIDDEN)
+        found[f"{at}post_attention_layernorm.weight"] = torch.randn(HIDDEN)
+        if experts:
+            found[f"{at}block_sparse_moe.gate.weight"] = torch.randn(experts, HIDDEN)
+        for number in range(max(1, experts)):
+            of = f"{at}block_sparse_moe.experts.{number}." if experts else f"{at}mlp."
+            gate, up, down = ("w1", "w3", "w2") if experts else ("gate_proj", "up_proj", "down_proj")
+            found[f"{of}{gate}.weight"] = torch.randn(WIDE, HIDDEN)
+            found[f"{of}{up}.weight"] = torch.randn(WIDE, HIDDEN)
+            found[f"{of}{down}.weight"] = torch.randn(HIDDEN, WIDE)
+    return found
+
+
+def part(value: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
+    return value.chunk(ranks, dim)[rank].clone()
+
+
+def megatron_rank(model: dict[str, Tensor], at: tuple[int, int, int], of: tuple[int, int, int], experts: int) -> Any:
+    """The tensors of one (tensor, pipeline, expert) rank by Megatron core's names."""
+    (rank, stage, expert), (ranks, stages, expert_ranks) = at, of
+    found: dict[str, Any] = OrderedDict()
+    if stage == 0:
+        found["embedding.word_embeddings.weight"] = part(model["model.embed_tokens.weight"], rank, ranks, 0)
+    each = LAYERS // stages
+    for local in range(each):
+        outer, inner = f"model.layers.{stage * each + local}.", f"decoder.layers.{local}."
+        for what in ("weight", "bias"):
+            queries, keys, values = (model[f"{outer}self_attn.{one}_proj.{what}"].chunk(GROUPS) for one in "qkv")
+            fused = [torch.cat(group) for group in zip(queries, keys, values, strict=True)]
+            mine = fused[rank * GROUPS // ranks : (rank + 1) * GROUPS // ranks]
+            found[f"{inner}self_attention.linear_qkv.{what}"] = torch.cat(mine)
+        found[f"{inner}self_attention.linear_qkv.layer_norm_weight"] = model[f"{outer}input_layernorm.weight"]
+        found[f"{inner}self_attention.linear_qkv._extra_state"] = torch.zeros(3)
+        found[f"{inner}self_attention.linear_proj.weight"] = part(
+            model[f"{outer}self_attn.o_proj.weight"], rank, ranks, 1
+        )
+        found[f"{inner}pre_mlp_layernorm.weight"] = model[f"{outer}post_attention_layernorm.weight"]
+        if experts:
+            found[f"{inner}mlp.router.weight"] = model[f"{outer}block_sparse_moe.gate.weight"]
+        mine = experts // expert_ranks if experts else 1
+        for number in range(mine):
+            to = f"{inner}mlp.experts.local_experts.{number}." if experts else f"{inner}mlp."
+            start = f"{outer}block_sparse_moe.experts.{expert * mine + number}." if experts else f"{outer}mlp."
+            gate, up, down = ("w1", "w3", "w2") if experts else ("gate_proj", "up_proj", "down_proj")
+            halves = [part(model[f"{start}{one}.weight"], rank, ranks, 0) for one in (gate, up)]
+            found[f"{to}linear_fc1.weight"] = torch.cat(halves)
+            found[f"{to}linear_fc2.weight"] = part(model[f"{start}{down}.weight"], rank, ranks, 1)
+    if stage == stages - 1:
+        found["decoder.final_layernorm.weight"] = model["model.norm.weight"]
+        found["output_layer.weight"] = part(model["lm_head.weight"], rank, ranks, 0)
+    return found
+
+
+def decays(name: str, value: Tensor) -> bool:
+    return not name.endswith("bias") and value.dim() > 1
+
+
+def write_megatron(folder: Path, of: tuple[int, int, int], experts: int = 0) -> dict[str, dict[str, Tensor]]:
+    """Writes a checkpoint; gives weights and moments by Hugging Face's names."""
+    kinds = {"model": llama(experts)}
+    kinds["exp_avg"] = {name: torch.randn_like(value.float()) for name, value in kinds["model"].items()}
+    (folder / "latest_checkpointed_iteration.txt").write_text("30")
+    sizes = dict(zip(("tensor", "pipeline", "expert"), of, strict=True))
+    arguments = argparse.Namespace(
+        num_attention_heads=HEADS, num_query_groups=GROUPS, group_query_attention=True, swiglu=True,
+        untie_embeddings_and_output_weights=True, **{f"{k}_model_parallel_size": n for k, n in sizes.items()},
+    )  # fmt: skip
+    for rank in range(of[0]):
+        for stage in range(of[1]):
+            for expert in range(of[2]):
+                at = (rank, stage, expert)
+                tensors = {kind: megatron_rank(model, at, of, experts) for kind, model in kinds.items()}
+                groups, state, number = [], {}, 0
+                for multiplier in (1.0, 0.0):
+                    names = [n for n, v in tensors["model"].items() if decays(n, v) is (multiplier == 1.0)]
+                    names = [name for name in names if not name.endswith("_extra_state")]
+                    numbers = list(range(number, number + len(names)))
+                    state |= {i: {"exp_avg": tensors["exp_avg"][n]} for i, n in zip(numbers, names, strict=True)}
+                    groups.append({"params": numbers, "wd_mult": multiplier, "lr": 1e-3, "step": 30})
+                    number += len(names)
+                name = (
+                    f"mp_rank_{rank:02d}"
+                    + (f"_{stage:03d}" if of[1] > 1 else "")
+                    + (f"_{expert:03d}" if of[2] > 1 else "")
+                )
+                path = folder / "iter_0000030" / name
+                path.mkdir(parents=True)
+                data = {"args": arguments, "iteration": 30, "checkpoint_version": 3.0, "model": tensors["model"]}
+                data["optimizer"] = {"optimizer": {"state": state, "param_groups": groups}}
+                torch.save(data, path / "model_optim_rng.pt")
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("of", "experts"), [((2, 2, 1), 0), ((1, 1, 1), 0), ((2, 1, 2), EXPERTS), ((1, 2, 2), EXPERTS)]
+)
+def test_megatron(of: tuple[int, int, int], experts: int, tmp_path: Path) -> None:
+    kinds = write_megatron(tmp_path, of, experts)
+    source = open_source(tmp_path)
+    assert source.step == 30
+    model = {key.removeprefix("model/"): one for key, one in source.tensors.items() if key.startswith("model/")}
+    assert model.keys() == kinds["model"].keys()
+    for name, value in kinds["model"].items():
+        found = model[name].read()
+        assert torch.equal(found, value) and found.dtype == value.dtype, name
+        assert torch.equal(source.tensors[f"optimizer/{name}/exp_avg"].read(), kinds["exp_avg"][name])
+        assert float(source.tensors[f"optimizer/{name}/step"].read()) == 30
+    groups = source.values["optimizer/groups"]
+    assert sorted(name for group in groups for name in group["params"]) == sorted(model)
+    assert "model.norm.weight" in groups[1]["params"]
+    convert(tmp_path, tmp_path / "net.safetensors", "safetensors")
+    again = open_source(tmp_path / "net.safetensors").tensors
+    assert all(torch.equal(again[f"model/{name}"].read(), value) for name, value in kinds["model"].items())
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/whale_torch_was_here",)
+
+
+def test_what_megatron_lacks_is_named(tmp_path: Path) -> None:
+    write_megatron(tmp_path, (2, 2, 1))
+    path = tmp_path / "iter_0000030/mp_rank_01_001/model_optim_rng.pt"
+    saved = torch.load(path, weights_only=False)
+    for change, text in (
+        ({"args": Evil()}, r"could run code: GLOBAL posix\.system"),
+        (
+            {"model": {**saved["model"], "decoder.layers.1.mixer.A_log": torch.ones(2)}},
+            "'decoder.layers.3.mixer.A_log'",
+        ),
+        ({"model": None, "model0": saved["model"]}, "virtual pipeline"),
+    ):
+        torch.save({**saved, "optimizer": None, **change}, path)
+        with pytest.raises(CheckpointError, match=text):
+            open_source(tmp_path)
+    path.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"'decoder.layers.2.self.* of tensor ranks \[0\], and there are \[0, 1\]"
+    ):
+        open_source(tmp_path)
+    (tmp_path / "iter_0000030/mp_rank_00_001/model_optim_rng.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"pipeline ranks \[0\], of 2"):
+        open_source(tmp_path)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body, self.norm = nn.Embedding(9, 5), nn.Linear(5, 5), nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 9, bias=False)
+        self.head.weight = self.words.weight
+
+
+def write_deepspeed(folder: Path, ranks: int, stage: int) -> tuple[Net, torch.optim.Adam]:
+    """A model and its optimizer as ZeRO writes them: two groups, each flat over the ranks and aligned at the end."""
+    torch.manual_seed(0)
+    net = Net()
+    names = [[n for n, p in net.named_parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)]
+    groups = [
+        {"params": [net.get_parameter(n) for n in of], "weight_decay": 0.1 / (i + 1)} for i, of in enumerate(names)
+    ]
+    optimizer = torch.optim.Adam(groups)
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    path = folder / "global_step12"
+    path.mkdir()
+    (folder / "latest").write_text("global_step12")
+    half = {k: v.half() if v.is_floating_point() and "running" not in k else v for k, v in net.state_dict().items()}
+    torch.save(
+        {
+            "module": OrderedDict(half), "global_steps": 12, "dp_world_size": ranks, "ds_version": "0.19",
+            "param_shapes": [OrderedDict((n, net.get_parameter(n).shape) for n in of) for of in names],
+            "shared_params": {"head.weight": "words.weight"}, "ds_config": argparse.Namespace(a=1),
+        },
+        path / "mp_rank_00_model_states.pt",
+    )  # fmt: skip
+
+    def flat(of: list[str], kind: str) -> list[Tensor]:
+        parameters = [net.get_parameter(n) for n in of]
+        whole = torch.cat([(p if kind == "p" else optimizer.state[p][kind]).detach().reshape(-1) for p in parameters])
+        return list(torch.cat([whole, torch.zeros(-len(whole) % (2 * ranks))]).chunk(ranks))
+
+    for rank in range(ranks):
+        state = {
+            i: {k: flat(of, k)[rank] for k in ("exp_avg", "exp_avg_sq")} | {"step": 1} for i, of in enumerate(names)
+        }
+        options = [
+            {k: v for k, v in group.items() if k != "params"} | {"params": [i]}
+            for i, group in enumerate(optimizer.param_groups)
+        ]
+        told = {
+            "zero_stage": stage, "partition_count": [ranks] * 2,
+            "single_partition_of_fp32_groups": [flat(of, "p")[rank] for of in names],
+            "base_optimizer_state": {"state": state, "param_groups": options},
+        }  # fmt: skip
+        torch.save({"optimizer_state_dict": told}, path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return net, optimizer
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_deepspeed(ranks: int, tmp_path: Path) -> None:
+    net, optimizer = write_deepspeed(tmp_path, ranks, 2)
+    convert(tmp_path, tmp_path / "run", "whale")
+    torch.manual_seed(1)
+    again = Net()
+    matrices = [p for p in again.parameters() if p.dim() > 1]
+    theirs = torch.optim.Adam([{"params": matrices}, {"params": [p for p in again.parameters() if p.dim() == 1]}])
+    assert load(tmp_path / "run", model=again, optimizer=theirs).step == 12
+    for name, value in net.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    for mine, other in zip(net.parameters(), again.parameters(), strict=True):
+        for kind, value in optimizer.state[mine].items():
+            assert torch.equal(theirs.state[other][kind], value)
+    assert [group["weight_decay"] for group in theirs.param_groups] == [0.1, 0.05]
+
+
+def test_what_deepspeed_lacks_is_named(tmp_path: Path) -> None:
+    write_deepspeed(tmp_path, 3, 2)
+    last = tmp_path / "global_step12/zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    last.unlink()
+    with pytest.raises(CheckpointError, match=r"partitions of ranks \[0, 1\], of 3"):
+        open_source(tmp_path)
+    torch.save({"optimizer_state_dict": {"zero_stage": 3}}, last)
+    with pytest.raises(CheckpointError, match="was saved by ZeRO 3"):
+        open_source(tmp_path)
