@@ -1,4 +1,4 @@
-"""python -m whale_torch verify, inspect and diff: checkpoints looked at without the model."""
+"""python -m whale_torch verify, inspect, diff and convert: checkpoints without the model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from whale_torch.checkpoint.convert_command import add_convert, run_convert
 from whale_torch.checkpoint.describe import describe, slice_text
 from whale_torch.checkpoint.difference import difference
 from whale_torch.checkpoint.verify import verify
@@ -20,7 +21,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="command", metavar="{verify,inspect,diff}")
+    commands = parser.add_subparsers(dest="command", metavar="{verify,inspect,diff,convert}")
     place = "a run_dir of wh.save, or one step's folder"
     one = commands.add_parser("verify", help="read every byte of a checkpoint, or of all in a run_dir, on all cores")
     one.add_argument("dir", help=place)
@@ -30,10 +31,13 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     one = commands.add_parser("diff", help="tell which tensors of two checkpoints differ, and by how much")
     one.add_argument("a", help=place)
     one.add_argument("b", help=place)
+    add_convert(commands)
 
 
 def run(asked: argparse.Namespace) -> int:
     """Runs a command; its exit status: 0, 1 for damage or a difference, 2 where it cannot be told."""
+    if asked.command == "convert":
+        return run_convert(asked)
     try:
         if asked.command == "verify":
             return _verify(asked.dir)

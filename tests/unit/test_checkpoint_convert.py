@@ -1,0 +1,293 @@
+"""Conversions: round trips are bit-equal, ties come back, what is damaged or hostile is named, memory stays small."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.convert import convert
+from whale_torch.checkpoint.load import load
+from whale_torch.checkpoint.opened import open_source
+from whale_torch.checkpoint.save import save
+from whale_torch.checkpoint.source import Composed, InMemory, Part, Reshaped, chunks_of
+from whale_torch.checkpoint.unread import Unread
+from whale_torch.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.half = nn.Embedding(50, 16), nn.Linear(16, 16).bfloat16()
+        self.head, self.norm = nn.Linear(16, 50, bias=False), nn.BatchNorm1d(16)
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.head.weight = self.words.weight
+
+
+def trained(seed: int = 0) -> tuple[Net, torch.optim.Adam]:
+    torch.manual_seed(seed)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    return net, optimizer
+
+
+def saved(folder: Path) -> Path:
+    net, optimizer = trained()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    extra = {"seen": 3, "ids": torch.arange(3)}
+    save(folder / "run", step=7, model=net, optimizer=optimizer, extra=extra, schedule=schedule)
+    return folder / "run"
+
+
+def assert_same(one: Path, other: Path, *, model_only: bool = False) -> None:
+    a, b = open_source(one), open_source(other)
+    keys = {key for key in a.tensors if not model_only or key.startswith("model/")}
+    assert keys == set(b.tensors)
+    for key in keys:
+        x, y = a.tensors[key].read(), b.tensors[key].read()
+        assert x.dtype == y.dtype and torch.equal(x, y), key
+    assert a.ties == b.ties
+    if not model_only:
+        assert (a.values, a.step) == (b.values, b.step)
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_whole_checkpoints_there_and_back(form: str, tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    assert convert(run, tmp_path / "other", form).left_out == []
+    assert_same(run, tmp_path / "other")
+    convert(tmp_path / "other", tmp_path / "back", "whale")
+    assert_same(run, tmp_path / "back")
+    net, optimizer = trained(1)
+    loaded = load(tmp_path / "back", model=net, optimizer=optimizer)
+    expected = trained()
+    assert loaded.step == 7 and loaded.extra["seen"] == 3
+    for mine, theirs in zip(net.parameters(), expected[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert all(torch.equal(v, expected[1].state[theirs][k]) for k, v in optimizer.state[mine].items())
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [("safetensors", "n.safetensors"), ("safetensors", "many"), ("torch", "n.pt")]
+)
+def test_models_there_and_back(form: str, name: str, tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    done = convert(run, tmp_path / name, form, shard_bytes=1500)
+    assert done.left_out == ["optimizer", "extra", "states"] and done.num_tensors == 9
+    assert_same(run, tmp_path / name, model_only=True)
+    convert(tmp_path / name, tmp_path / "back", "whale", step=7)
+    assert_same(run, tmp_path / "back", model_only=True)
+    net = trained(1)[0]
+    load(tmp_path / "back", model=net)
+    assert all(torch.equal(v, net.state_dict()[k]) for k, v in trained()[0].state_dict().items())
+    with pytest.raises(CheckpointError, match="exists"):
+        convert(run, tmp_path / name, form)
+
+
+def test_what_is_written_opens_where_it_belongs(tmp_path: Path) -> None:
+    run, (net, optimizer) = saved(tmp_path), trained()
+    state = net.state_dict()
+    convert(run, tmp_path / "n.safetensors", "safetensors")
+    found = load_file(tmp_path / "n.safetensors")
+    assert found.keys() == state.keys() - {"head.weight"}
+    assert all(torch.equal(value, state[key]) for key, value in found.items())
+    convert(run, tmp_path / "files", "torch")
+    plain = torch.load(tmp_path / "files/model.pt")
+    assert all(torch.equal(plain[key], value) for key, value in state.items())
+    assert plain["head.weight"].data_ptr() == plain["words.weight"].data_ptr()
+    assert zipfile.ZipFile(tmp_path / "files/model.pt").testzip() is None
+    other, theirs = trained(1)
+    theirs.load_state_dict(torch.load(tmp_path / "files/optimizer.pt"))
+    mine = optimizer.state[net.half.weight]["exp_avg_sq"]
+    assert torch.equal(theirs.state[other.half.weight]["exp_avg_sq"], mine)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_reads_what_is_written_and_the_reverse(tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    run, (net, optimizer) = saved(tmp_path), trained()
+    convert(run, tmp_path / "dcp", "dcp")
+    other, theirs = trained(1)
+    model, optim = get_state_dict(other, theirs)
+    state = {"model": model, "optimizer": optim}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    set_state_dict(other, theirs, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in net.state_dict().items())
+    for mine, yours in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[mine]["exp_avg"], theirs.state[yours]["exp_avg"])
+    model, optim = get_state_dict(net, optimizer)
+    dcp.save({"model": model, "optimizer": optim, "epoch": 3}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    convert(tmp_path / "theirs", tmp_path / "back", "whale", step=1)
+    other, theirs = trained(1)
+    assert load(tmp_path / "back", model=other, optimizer=theirs).extra == {"epoch": 3}
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in net.state_dict().items())
+    assert torch.equal(optimizer.state[net.half.bias]["exp_avg"], theirs.state[other.half.bias]["exp_avg"])
+
+
+def test_a_hugging_face_folder(tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+    model = BertForMaskedLM(config)
+    config.save_pretrained(tmp_path / "config")
+    save(tmp_path / "run", step=1, model=model)
+    done = convert(tmp_path / "run", tmp_path / "hf", "hf", config=tmp_path / "config", shard_bytes=10_000)
+    assert done.left_out in ([], ["extra"]) and (tmp_path / "hf/model.safetensors.index.json").exists()
+    again, told = BertForMaskedLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+    convert(tmp_path / "hf", tmp_path / "back", "whale", step=1)
+    assert_same(tmp_path / "run", tmp_path / "back", model_only=True)
+
+
+def test_names_can_change(tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    convert(run, tmp_path / "new", "whale", rename={r"half\.(.*)": r"body.\1", r"words(\..*)": r"tokens\1"})
+    source = open_source(tmp_path / "new")
+    assert "model/body.weight" in source.tensors and "optimizer/tokens.weight/exp_avg" in source.tensors
+    assert source.ties == {"model/head.weight": "model/tokens.weight"}
+    assert source.values["optimizer/groups"][0]["params"][:3] == ["tokens.weight", "body.weight", "body.bias"]
+    with pytest.raises(CheckpointError, match=r"rename: \['no'\] match no tensor"):
+        convert(run, tmp_path / "x.pt", "torch", rename={"no": "yes"})
+    with pytest.raises(CheckpointError, match="two tensors one name"):
+        convert(run, tmp_path / "x.pt", "torch", rename={r"half\..*": "one"})
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/whale_torch_was_here",)
+
+
+def test_hostile_and_broken_files_are_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": Evil()}, tmp_path / "evil.pt")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp/.metadata").write_bytes(pickle.dumps({"state_dict_metadata": Evil()}))
+    (tmp_path / "text.pt").write_text("weights")
+    save_file({"a": torch.ones(4, 4)}, tmp_path / "cut.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:-8])
+    (tmp_path / "long.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 80]}}).encode()
+    (tmp_path / "wrong.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(80))
+    (tmp_path / "out.safetensors.index.json").write_text('{"weight_map": {"a": "../cut.safetensors"}}')
+    (tmp_path / "nothing").mkdir()
+    for name, text in (
+        ("evil.pt", r"could run code: .*GLOBAL .*system"),
+        ("dcp", r"could run code, or it is damaged: UnpicklingError: GLOBAL \w+\.system"),
+        ("text.pt", "cannot be read as a file of torch.save"),
+        ("cut.safetensors", "'a' reaches to byte"),
+        ("long.safetensors", "its header would have 1099511627776 bytes"),
+        ("wrong.safetensors", r"'a' of shape \[2\] would have bytes 0 to 80"),
+        ("out.safetensors.index.json", "leads to another folder"),
+        ("nothing", "holds no weights"),
+        ("missing.safetensors", "cannot be read as safetensors: FileNotFoundError"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            convert(tmp_path / name, tmp_path / "out.pt", "torch")
+    assert not Path("/tmp/whale_torch_was_here").exists() and not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_dcp_folder_is_named(tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    dcp.save({"a": torch.ones(4, 4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (file,) = (tmp_path / "dcp").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=rf"{file.name} is too short: 'a' reaches to byte"):
+        open_source(tmp_path / "dcp")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=rf"{file.name} is missing"):
+        open_source(tmp_path / "dcp")
+
+
+def test_an_optimizer_of_numbers_alone(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "n.pt")
+    with pytest.raises(CheckpointError, match="knows its 5 parameters by numbers"):
+        open_source(tmp_path / "n.pt")
+    named = torch.optim.Adam(net.named_parameters())
+    named.load_state_dict(optimizer.state_dict())
+    torch.save({"model": net.state_dict(), "optimizer": named.state_dict(), "step": 2}, tmp_path / "n.pt")
+    convert(tmp_path / "n.pt", tmp_path / "run", "whale")
+    other, theirs = trained(1)
+    assert load(tmp_path / "run", model=other, optimizer=theirs).step == 2
+    assert torch.equal(theirs.state[other.half.bias]["exp_avg"], optimizer.state[net.half.bias]["exp_avg"])
+
+
+def test_boxes_of_what_is_put_together() -> None:
+    whole = torch.arange(60.0).view(5, 12)
+    parts = [Part(Box((0, at), (5, n)), InMemory(whole[:, at : at + n].clone()), (0, 0)) for at, n in ((0, 5), (5, 7))]
+    entry = Composed(torch.float32, (5, 12), parts)
+    for box in (Box((1, 3), (3, 6)), Box.whole((5, 12)), Box((4, 11), (1, 1))):
+        inside = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
+        assert torch.equal(entry.read(box), whole[inside])
+    shaped = Reshaped(InMemory(torch.arange(70.0)), (5, 3, 4), 10)
+    assert torch.equal(shaped.read(Box((1, 0, 1), (3, 2, 2))), (whole + 10).view(5, 3, 4)[1:4, 0:2, 1:3])
+    lazy = Unread.of(entry)
+    goal = torch.zeros(5, 12, dtype=torch.float64)
+    assert torch.equal(goal.copy_(lazy), whole.double())
+    assert torch.equal(lazy.narrow(1, 2, 4).cpu(), whole[:, 2:6]) and torch.equal(lazy + 1, whole + 1)
+    assert all(torch.equal(row.cpu(), other) for row, other in zip(lazy, whole, strict=True))
+    for most in (1, 5, 13, 1000):
+        boxes = list(chunks_of(Box.whole((5, 12)), most))
+        assert torch.equal(torch.cat([entry.read(box).reshape(-1) for box in boxes]), whole.reshape(-1))
+        assert all(box.numel <= most for box in boxes)
+
+
+SMALL = """
+import resource, sys
+from whale_torch.checkpoint.convert import convert
+convert(sys.argv[1], sys.argv[2] + ".warm", sys.argv[3])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert(sys.argv[4], sys.argv[2], sys.argv[3])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp", "whale"])
+@pytest.mark.matrix(keep=1)
+def test_memory_is_a_chunk(form: str, tmp_path: Path) -> None:
+    save(tmp_path / "small", step=1, model=nn.Linear(4, 4))
+    save(tmp_path / "run", step=1, model=nn.Linear(4096, 20_000))  # 328 MB
+    arguments = [str(tmp_path / name) for name in ("small", "out")] + [form, str(tmp_path / "run")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL, *arguments], env=env, capture_output=True, text=True, check=True
+    )
+    most = 160 if form == "dcp" else 24  # DCP's records are of 64 MiB
+    assert int(done.stdout) < most << 10, f"{int(done.stdout) / 1024:.0f} MiB more"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+        told = [sys.executable, "-m", "whale_torch", "convert", *map(str, arguments)]
+        return subprocess.run(told, env=env, capture_output=True, text=True)
+
+    done = command(run, tmp_path / "n.safetensors", "--to", "safetensors", "--rename", r"half\.(.*)", r"body.\1")
+    assert done.returncode == 0 and "n.safetensors: 9 tensors" in done.stdout, done.stderr
+    assert "left out: optimizer, extra, states" in done.stdout
+    assert "body.weight" in load_file(tmp_path / "n.safetensors")
+    done = command(run, tmp_path / "n.safetensors", "--to", "safetensors")
+    assert done.returncode == 2 and "exists" in done.stderr

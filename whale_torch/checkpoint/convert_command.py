@@ -1,0 +1,46 @@
+"""python -m whale_torch convert: the command that writes weights and checkpoints in another form."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, get_args
+
+from whale_torch.checkpoint.convert import Form, convert
+from whale_torch.errors import CheckpointError
+
+__all__ = ["add_convert", "run_convert"]
+
+
+def add_convert(commands: Any) -> None:
+    """Adds the command to the subparsers of an argparse.ArgumentParser."""
+    one = commands.add_parser("convert", help="write weights, or a whole checkpoint, in another form")
+    one.add_argument("source", help="a run_dir or step, or files of safetensors, Hugging Face, torch.save, DCP, ...")
+    one.add_argument("target", help="a new file or folder; of --to whale a run_dir")
+    one.add_argument("--to", required=True, choices=get_args(Form))
+    one.add_argument("--shard-gb", type=float, default=5.0, help="most of a safetensors file, in 10^9 bytes")
+    one.add_argument("--config", help="of --to hf: a config.json, or a folder with one and a tokenizer")
+    one.add_argument("--step", type=int, help="of --to whale, where the source does not say it")
+    one.add_argument("--rename", nargs=2, action="append", default=[], metavar=("PATTERN", "NAME"),
+                     help="a regular expression for whole names, and what they become; may be repeated")  # fmt: skip
+
+
+def run_convert(asked: argparse.Namespace) -> int:
+    """Its exit status: 0, or 2 with an error printed."""
+    try:
+        done = convert(
+            asked.source,
+            asked.target,
+            asked.to,
+            shard_bytes=int(asked.shard_gb * 10**9),
+            config=asked.config,
+            step=asked.step,
+            rename=dict(asked.rename),
+        )
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{done.path}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB")
+    if done.left_out:
+        print(f"left out: {', '.join(done.left_out)}")
+    return 0
