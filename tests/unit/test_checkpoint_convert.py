@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.half = nn.Embedding(50, 16), nn.Linear(16, 16).bfloat16()
+        self.words, self.low = nn.Embedding(50, 16), nn.Linear(16, 16).bfloat16()
         self.head, self.norm = nn.Linear(16, 50, bias=False), nn.BatchNorm1d(16)
         self.register_buffer("empty", torch.empty(0, 3))
         self.head.weight = self.words.weight
@@ -114,8 +114,8 @@ def test_what_is_written_opens_where_it_belongs(tmp_path: Path) -> None:
     assert zipfile.ZipFile(tmp_path / "files/model.pt").testzip() is None
     other, theirs = trained(1)
     theirs.load_state_dict(torch.load(tmp_path / "files/optimizer.pt"))
-    mine = optimizer.state[net.half.weight]["exp_avg_sq"]
-    assert torch.equal(theirs.state[other.half.weight]["exp_avg_sq"], mine)
+    mine = optimizer.state[net.low.weight]["exp_avg_sq"]
+    assert torch.equal(theirs.state[other.low.weight]["exp_avg_sq"], mine)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -139,7 +139,7 @@ def test_dcp_reads_what_is_written_and_the_reverse(tmp_path: Path) -> None:
     other, theirs = trained(1)
     assert load(tmp_path / "back", model=other, optimizer=theirs).extra == {"epoch": 3}
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in net.state_dict().items())
-    assert torch.equal(optimizer.state[net.half.bias]["exp_avg"], theirs.state[other.half.bias]["exp_avg"])
+    assert torch.equal(optimizer.state[net.low.bias]["exp_avg"], theirs.state[other.low.bias]["exp_avg"])
 
 
 def test_a_hugging_face_folder(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
 
 def test_names_can_change(tmp_path: Path) -> None:
     run = saved(tmp_path)
-    convert(run, tmp_path / "new", "whale", rename={r"half\.(.*)": r"body.\1", r"words(\..*)": r"tokens\1"})
+    convert(run, tmp_path / "new", "whale", rename={r"low\.(.*)": r"body.\1", r"words(\..*)": r"tokens\1"})
     source = open_source(tmp_path / "new")
     assert "model/body.weight" in source.tensors and "optimizer/tokens.weight/exp_avg" in source.tensors
     assert source.ties == {"model/head.weight": "model/tokens.weight"}
@@ -169,7 +169,7 @@ def test_names_can_change(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rename: \['no'\] match no tensor"):
         convert(run, tmp_path / "x.pt", "torch", rename={"no": "yes"})
     with pytest.raises(CheckpointError, match="two tensors one name"):
-        convert(run, tmp_path / "x.pt", "torch", rename={r"half\..*": "one"})
+        convert(run, tmp_path / "x.pt", "torch", rename={r"low\..*": "one"})
 
 
 class Evil:
@@ -230,7 +230,7 @@ def test_an_optimizer_of_numbers_alone(tmp_path: Path) -> None:
     convert(tmp_path / "n.pt", tmp_path / "run", "whale")
     other, theirs = trained(1)
     assert load(tmp_path / "run", model=other, optimizer=theirs).step == 2
-    assert torch.equal(theirs.state[other.half.bias]["exp_avg"], optimizer.state[net.half.bias]["exp_avg"])
+    assert torch.equal(theirs.state[other.low.bias]["exp_avg"], optimizer.state[net.low.bias]["exp_avg"])
 
 
 def test_boxes_of_what_is_put_together() -> None:
@@ -285,7 +285,7 @@ def test_the_command(tmp_path: Path) -> None:
         told = [sys.executable, "-m", "whale_torch", "convert", *map(str, arguments)]
         return subprocess.run(told, env=env, capture_output=True, text=True)
 
-    done = command(run, tmp_path / "n.safetensors", "--to", "safetensors", "--rename", r"half\.(.*)", r"body.\1")
+    done = command(run, tmp_path / "n.safetensors", "--to", "safetensors", "--rename", r"low\.(.*)", r"body.\1")
     assert done.returncode == 0 and "n.safetensors: 9 tensors" in done.stdout, done.stderr
     assert "left out: optimizer, extra, states" in done.stdout
     assert "body.weight" in load_file(tmp_path / "n.safetensors")

@@ -159,7 +159,7 @@ def test_what_megatron_lacks_is_named(tmp_path: Path) -> None:
         ({"args": Evil()}, r"could run code: GLOBAL posix\.system"),
         (
             {"model": {**saved["model"], "decoder.layers.1.mixer.A_log": torch.ones(2)}},
-            r"'decoder.layers.3.mixer.A_log' of tensor ranks \[1\]",
+            "no rule knows 'decoder.layers.3.mixer.A_log'",
         ),
         ({"model": None, "model0": saved["model"]}, "virtual pipeline"),
     ):

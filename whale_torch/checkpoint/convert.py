@@ -68,9 +68,9 @@ def convert(
     files, opened = Files(), open_source(source)
     if not opened.tensors:
         raise CheckpointError(f"{source} holds no tensors.", fix="give another source")
+    opened.check({key: [Box.whole(one.shape)] for key, one in opened.tensors.items()})
     if rename:
         _rename(opened, rename)
-    opened.check({key: [Box.whole(one.shape)] for key, one in opened.tensors.items()})
     target = Path(target)
     opened.step = opened.step if step is None else step
     left_out: list[str] = []

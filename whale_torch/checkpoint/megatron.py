@@ -135,10 +135,12 @@ class _Reading:
         for kind, name, rank, value in self._tensors():
             copies[kind, name][rank] = value
         ranks = {rank for _, _, rank, _ in self._places()}
+        for (_, name), of_ranks in copies.items():
+            self._rule(name, next(iter(of_ranks.values())))
         for (kind, name), of_ranks in copies.items():
             if set(of_ranks) != ranks:
                 raise CheckpointError(
-                    f"{self._folder} has '{name}' of tensor ranks {sorted(of_ranks)}, and there are {sorted(ranks)}.",
+                    f"{self._folder} has '{name}'{'' if kind == 'model' else f' ({kind})'} of tensor ranks {sorted(of_ranks)}, and there are {sorted(ranks)}.",
                     fix="give all ranks' files",
                 )
             for outside, entry in self._whole(name, [of_ranks[rank] for rank in sorted(of_ranks)]):
@@ -209,15 +211,17 @@ class _Reading:
         return {"model": model} | _moments(path, self._data[path].get("optimizer"), model)
 
     def _whole(self, name: str, parts: Sequence[Tensor]) -> Iterator[tuple[str, Entry]]:
+        match, rule = self._rule(name, parts[0])
+        names = [match.expand(one) for one in rule.names]
+        yield from zip(names, self._entries(rule, name, rule.dim, parts), strict=True)
+
+    def _rule(self, name: str, value: Tensor) -> tuple[re.Match[str], Rule]:
         for pattern, rule in self._rules:
             match = pattern.fullmatch(name)
             if match is not None:
-                names = [match.expand(one) for one in rule.names]
-                dim = rule.dim if rule.dim is None or parts[0].dim() > rule.dim else 0
-                yield from zip(names, self._entries(rule, name, dim, parts), strict=True)
-                return
+                return match, rule
         raise CheckpointError(
-            f"no rule knows '{name}', of shape {list(parts[0].shape)} on each rank, of {self._folder}.",
+            f"no rule knows '{name}', of shape {list(value.shape)} on each rank, of {self._folder}.",
             fix="whale_torch.checkpoint.megatron.read_megatron(path, files, rules=(*RULES, Rule(...)))",
         )
 

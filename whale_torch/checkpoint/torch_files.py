@@ -42,9 +42,14 @@ def load_torch(path: Path, *, load: Callable[..., Any] = torch.load) -> Any:
             return load(path, mmap=True, **options)
         return load(path, **options)
     except pickle.UnpicklingError as error:
-        text = next((line for line in str(error).splitlines() if "GLOBAL" in line or "global" in line), None)
+        text = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), None)
+        if text is None:
+            raise CheckpointError(
+                f"{path} cannot be read as a file of torch.save: it is no pickle of tensors and plain data.",
+                fix="write it again, or give another path",
+            ) from error
         raise CheckpointError(
-            f"{path} holds more than tensors and plain data; reading it could run code: {text or first_line(error)}",
+            f"{path} holds more than tensors and plain data; reading it could run code: {text}",
             fix="write it again as a state dict of tensors, where you trust it",
         ) from error
     except Exception as error:  # a broken file may raise anything
