@@ -140,7 +140,8 @@ class _Reading:
         for (kind, name), of_ranks in copies.items():
             if set(of_ranks) != ranks:
                 raise CheckpointError(
-                    f"{self._folder} has '{name}'{'' if kind == 'model' else f' ({kind})'} of tensor ranks {sorted(of_ranks)}, and there are {sorted(ranks)}.",
+                    f"{self._folder} has '{name}'{'' if kind == 'model' else f' ({kind})'} of tensor ranks "
+                    f"{sorted(of_ranks)}, and there are {sorted(ranks)}.",
                     fix="give all ranks' files",
                 )
             for outside, entry in self._whole(name, [of_ranks[rank] for rank in sorted(of_ranks)]):
