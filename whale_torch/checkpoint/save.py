@@ -157,8 +157,11 @@ def save_inventory(run_dir: Path, step: int, inventory: Inventory, files: Files)
     """Writes what one process holds as a checkpoint."""
     final = run_dir / folder_of(step)
     saving = _Saving(final, step, files, Ranks(None))
-    saving.begin()
-    saving.commit(inventory, saving.write(inventory))
+    try:
+        saving.begin("wait")
+        saving.commit(inventory, saving.write(inventory, saving.share(inventory)))
+    finally:
+        saving.end()
     return final
 
 
