@@ -18,11 +18,11 @@ from torch import nn
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.convert import convert
+from whale_torch.checkpoint.formats.opened import open_source
+from whale_torch.checkpoint.formats.source import Composed, InMemory, Part, Reshaped, chunks_of
+from whale_torch.checkpoint.formats.unread import Unread
 from whale_torch.checkpoint.load import load
-from whale_torch.checkpoint.opened import open_source
 from whale_torch.checkpoint.save import save
-from whale_torch.checkpoint.source import Composed, InMemory, Part, Reshaped, chunks_of
-from whale_torch.checkpoint.unread import Unread
 from whale_torch.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.checkpoint.convert import convert
+from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.load import load
-from whale_torch.checkpoint.opened import open_source
 from whale_torch.errors import CheckpointError
 
 LAYERS, HIDDEN, HEADS, GROUPS, SIZE, WIDE, VOCABULARY, EXPERTS = 4, 16, 4, 2, 4, 24, 20, 4

@@ -1,1 +1,1 @@
-"""checkpoint: values from files and dicts that know nothing of ranks."""
+"""checkpoint: what a job knows, written to files and read back into any plan."""

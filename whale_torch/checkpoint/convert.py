@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from whale_torch.checkpoint.boxes import Box
-from whale_torch.checkpoint.dcp import write_dcp
 from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.formats.dcp import write_dcp
+from whale_torch.checkpoint.formats.opened import open_source
+from whale_torch.checkpoint.formats.safetensors import SAFETENSORS, write_safetensors
+from whale_torch.checkpoint.formats.source import Source
+from whale_torch.checkpoint.formats.torch_files import EXTRA, MODEL, OPTIMIZER, write_torch
+from whale_torch.checkpoint.formats.unread import Unread
 from whale_torch.checkpoint.inventory import Held, Inventory
-from whale_torch.checkpoint.opened import open_source
-from whale_torch.checkpoint.safetensors import SAFETENSORS, write_safetensors
 from whale_torch.checkpoint.save import save_inventory
-from whale_torch.checkpoint.source import Source
-from whale_torch.checkpoint.torch_files import EXTRA, MODEL, OPTIMIZER, write_torch
-from whale_torch.checkpoint.unread import Unread
 from whale_torch.checkpoint.values import decode
 from whale_torch.errors import CheckpointError
 

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from whale_torch.checkpoint.boxes import Box, boxes_of, in_local
-from whale_torch.checkpoint.opened import open_source
-from whale_torch.checkpoint.safetensors import is_safetensors
-from whale_torch.checkpoint.source import Source
-from whale_torch.checkpoint.torch_files import load_torch, state_dict_of
-from whale_torch.checkpoint.unread import Unread, UnreadPart
+from whale_torch.checkpoint.formats.opened import open_source
+from whale_torch.checkpoint.formats.safetensors import is_safetensors
+from whale_torch.checkpoint.formats.source import Source
+from whale_torch.checkpoint.formats.torch_files import load_torch, state_dict_of
+from whale_torch.checkpoint.formats.unread import Unread, UnreadPart
 from whale_torch.checkpoint.values import decode
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale_torch.checkpoint.torch_files import load_torch
-from whale_torch.checkpoint.unpickling import Record, restricted
+from whale_torch.checkpoint.formats.torch_files import load_torch
+from whale_torch.checkpoint.formats.unpickling import Record, restricted
 from whale_torch.errors import CheckpointError
 
 __all__ = ["attributes", "load_foreign"]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.formats.source import Entry, InMemory, Source, chunks_of
 from whale_torch.checkpoint.index import CHUNK_BYTES
 from whale_torch.checkpoint.payload import bytes_of
-from whale_torch.checkpoint.source import Entry, InMemory, Source, chunks_of
 from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError, first_line
 

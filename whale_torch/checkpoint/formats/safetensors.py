@@ -12,9 +12,9 @@ from typing import Any
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.dtypes import CODES, DTYPES
 from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.formats.source import Entry, InFiles, Range, chunks_of
 from whale_torch.checkpoint.index import CHUNK_BYTES
 from whale_torch.checkpoint.payload import bytes_of
-from whale_torch.checkpoint.source import Entry, InFiles, Range, chunks_of
 from whale_torch.errors import CheckpointError
 
 __all__ = ["SAFETENSORS", "SAFETENSORS_INDEX", "is_safetensors", "read_safetensors", "write_safetensors"]

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.foreign import load_foreign
-from whale_torch.checkpoint.source import Composed, Entry, InMemory, Part, Reshaped, Source
+from whale_torch.checkpoint.formats.foreign import load_foreign
+from whale_torch.checkpoint.formats.source import Composed, Entry, InMemory, Part, Reshaped, Source
 from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError
 

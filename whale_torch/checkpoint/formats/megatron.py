@@ -14,8 +14,8 @@ from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.foreign import attributes, load_foreign
-from whale_torch.checkpoint.source import Composed, Entry, InMemory, Part, Source
+from whale_torch.checkpoint.formats.foreign import attributes, load_foreign
+from whale_torch.checkpoint.formats.source import Composed, Entry, InMemory, Part, Source
 from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError
 
@@ -223,7 +223,7 @@ class _Reading:
                 return match, rule
         raise CheckpointError(
             f"no rule knows '{name}', of shape {list(value.shape)} on each rank, of {self._folder}.",
-            fix="whale_torch.checkpoint.megatron.read_megatron(path, files, rules=(*RULES, Rule(...)))",
+            fix="whale_torch.checkpoint.formats.megatron.read_megatron(path, files, rules=(*RULES, Rule(...)))",
         )
 
     def _entries(self, rule: Rule, name: str, dim: int | None, parts: Sequence[Tensor]) -> list[Entry]:

@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from whale_torch.checkpoint.boxes import Box
-from whale_torch.checkpoint.dcp import is_dcp, read_dcp
-from whale_torch.checkpoint.deepspeed import is_deepspeed, read_deepspeed
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import find, read_index
+from whale_torch.checkpoint.formats.dcp import is_dcp, read_dcp
+from whale_torch.checkpoint.formats.deepspeed import is_deepspeed, read_deepspeed
+from whale_torch.checkpoint.formats.megatron import is_megatron, read_megatron
+from whale_torch.checkpoint.formats.safetensors import SAFETENSORS, SAFETENSORS_INDEX, is_safetensors, read_safetensors
+from whale_torch.checkpoint.formats.source import Entry, InFiles, Range, Source
+from whale_torch.checkpoint.formats.torch_files import is_torch_folder, read_torch_file, read_torch_folder
 from whale_torch.checkpoint.index import INDEX, Index
 from whale_torch.checkpoint.inventory import Held
-from whale_torch.checkpoint.megatron import is_megatron, read_megatron
 from whale_torch.checkpoint.reader import Reader, Wanted
-from whale_torch.checkpoint.safetensors import SAFETENSORS, SAFETENSORS_INDEX, is_safetensors, read_safetensors
-from whale_torch.checkpoint.source import Entry, InFiles, Range, Source
-from whale_torch.checkpoint.torch_files import is_torch_folder, read_torch_file, read_torch_folder
 from whale_torch.errors import CheckpointError
 
 __all__ = ["open_source"]

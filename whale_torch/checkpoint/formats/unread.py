@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.formats.source import Entry, chunks_of
 from whale_torch.checkpoint.index import CHUNK_BYTES
-from whale_torch.checkpoint.source import Entry, chunks_of
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.source import Composed, Entry, InFiles, InMemory, Part, Range, Source, chunks_of
-from whale_torch.checkpoint.torch_files import load_torch
-from whale_torch.checkpoint.unpickling import read_pickle, restricted
+from whale_torch.checkpoint.formats.source import Composed, Entry, InFiles, InMemory, Part, Range, Source, chunks_of
+from whale_torch.checkpoint.formats.torch_files import load_torch
+from whale_torch.checkpoint.formats.unpickling import read_pickle, restricted
 from whale_torch.checkpoint.values import decode, encode
 from whale_torch.errors import CheckpointError
 
