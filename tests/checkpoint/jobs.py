@@ -45,7 +45,9 @@ class Job:
 
     def save(self, run_dir: Path, files: Files | None = None) -> Path:
         extra = {"step": self.step, "noise": torch.full((3,), float(self.step))}
-        return save(run_dir, step=self.step, model=self.model, optimizer=self.optimizer, extra=extra, files=files)
+        return save(
+            run_dir, step=self.step, model=self.model, optimizer=self.optimizer, extra=extra, rng=False, files=files
+        )  # without random states, of which one process would not read every rank's
 
 
 def loaded(path: Path, files: Files | None = None) -> dict[str, Any]:

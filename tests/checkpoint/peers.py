@@ -69,7 +69,7 @@ def flipped(folder: Path, flips: int, seed: int = 0) -> dict[str, Counter[str]]:
 
 
 def _flipped(folder: Path, flips: int, seed: int, state: State) -> dict[str, Counter[str]]:
-    save(folder / "wh.save", step=1, model=_Holder(state))
+    save(folder / "wh.save", step=1, model=_Holder(state), rng=False)
     dcp.save(state, checkpoint_id=folder / "DCP", no_dist=True)
     torch.save(state, folder / "torch.save" / "state.pt")
     save_file(state, folder / "safetensors" / "state.safetensors")
