@@ -184,7 +184,7 @@ def _reads_fail(rank: int, n: int, folder: Path) -> list[str | None]:
     before = [p.detach().clone() for p in job.model.parameters()]
     seen = _UntilChanged(job.model)
     load(folder, model=job.model, optimizer=job.optimizer, files=seen)
-    reading = seen.unchanged
+    reading = max(i for i in range(seen.unchanged) if seen.ops[i][0] == "open")  # of the first tensor that changes
     opened = [
         {path for operation, path in ops if operation == "open"} for ops in (seen.ops[:reading], seen.ops[reading:])
     ]
