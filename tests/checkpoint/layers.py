@@ -58,6 +58,20 @@ class Watched(Files):
         self.before("read", self.paths[fd])
         return super().read_some(fd, into, offset)
 
+    def begin_sync(self, fd: int, offset: int, size: int) -> None:
+        self.before("begin_sync", self.paths[fd])
+        super().begin_sync(fd, offset, size)
+
+    def begin_read(self, fd: int, offset: int, size: int) -> None:
+        self.before("begin_read", self.paths[fd])
+        super().begin_read(fd, offset, size)
+
+    @contextlib.contextmanager
+    def look(self, fd: int, offset: int, buffer: memoryview) -> Iterator[memoryview]:
+        self.before("look", self.paths[fd])
+        with super().look(fd, offset, buffer) as data:
+            yield data
+
     def size(self, fd: int) -> int:
         self.before("size", self.paths[fd])
         return super().size(fd)
@@ -100,7 +114,11 @@ class Failing(Watched):
         super().before(operation, path)
         count = len(self.ops) - 1
         if count == self.at or (self.then and count > self.at):
-            named = [] if operation in ("write", "sync", "read", "size") else [str(path)]  # a descriptor has no name
+            named = (
+                []
+                if operation in ("write", "begin_sync", "sync", "read", "begin_read", "look", "size")
+                else [str(path)]
+            )  # a descriptor has no name
             raise OSError(self.number, os.strerror(self.number), *named)
 
 
@@ -116,6 +134,10 @@ class Pieces(Watched):
 
     def read_some(self, fd: int, into: memoryview, offset: int) -> int:
         return super().read_some(fd, into[: self.most], offset)
+
+    @contextlib.contextmanager
+    def look(self, fd: int, offset: int, buffer: memoryview) -> Iterator[memoryview]:
+        yield buffer[: self.read(fd, buffer, offset)]
 
 
 class Slow(Watched):

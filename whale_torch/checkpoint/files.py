@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["Files"]
+
+_START_WRITING, _POPULATE_READ = 2, 22  # of sync_file_range and madvise, in the kernel's headers
 
 
 class Files:
@@ -51,6 +55,12 @@ class Files:
     def write_some(self, fd: int, data: memoryview, offset: int) -> int:
         """Bytes written, at least one of them."""
         return os.pwrite(fd, data, offset)
+
+    def begin_sync(self, fd: int, offset: int, size: int) -> None:
+        """Lets the disk begin with what was written, where there is a way to; how that ends, `sync` tells."""
+        start_writing = getattr(_libc(), "sync_file_range", None)
+        if start_writing is not None:
+            start_writing(fd, ctypes.c_int64(offset), ctypes.c_int64(size), _START_WRITING)
 
     def sync(self, fd: int) -> None:
         os.fsync(fd)
@@ -123,8 +133,52 @@ class Files:
         """Bytes read; none at the file's end."""
         return os.preadv(fd, [into], offset)
 
+    def begin_read(self, fd: int, offset: int, size: int) -> None:
+        """Lets the disk begin to read, where there is a way to."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, offset, size, os.POSIX_FADV_WILLNEED)
+
+    @contextlib.contextmanager
+    def look(self, fd: int, offset: int, buffer: memoryview) -> Iterator[memoryview]:
+        """Bytes of a file, as many as the buffer has, fewer at the file's end: where the kernel has them, else read.
+
+        For files that nobody changes: of one that is cut short meanwhile a look would end the process.
+        """
+        mapped = _mapped(fd, offset, len(buffer))
+        if mapped is None:
+            yield buffer[: self.read(fd, buffer, offset)]
+            return
+        skipped = offset % mmap.ALLOCATIONGRANULARITY
+        with mapped, memoryview(mapped) as whole, whole[skipped : skipped + len(buffer)] as part:
+            yield part
+
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _mapped(fd: int, offset: int, size: int) -> mmap.mmap | None:
+    """A file's bytes in memory, from the page before `offset` on; None where they cannot all be had so.
+
+    Private and writable, as torch takes no other memory; all pages are there at once, so that what cannot be read
+    is told now, by an error that `read` then finds.
+    """
+    skipped = offset % mmap.ALLOCATIONGRANULARITY
+    try:
+        found = mmap.mmap(
+            fd, skipped + size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset - skipped
+        )
+    except (OSError, ValueError):  # of a file that ends before
+        return None
+    try:
+        found.madvise(_POPULATE_READ)
+    except OSError:  # a kernel before 5.14, or what a read will tell
+        found.close()
+        return None
+    return found
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +19,23 @@ from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredFile
 from whale_torch.errors import CheckpointError
 from whale_torch.ops import crc32c
 
-__all__ = ["ANOTHER", "Item", "blocks_of", "bytes_of", "check_file", "checksum", "open_payload", "write_payload"]
+__all__ = [
+    "ANOTHER",
+    "Item",
+    "blocks_of",
+    "bytes_of",
+    "check_file",
+    "checksum",
+    "open_payload",
+    "told_ahead",
+    "write_payload",
+]
 
+T = TypeVar("T")
 ANOTHER = "load another checkpoint, by its folder; `python -m whale_torch verify` names all that is damaged"
 _MOST_HEADER_BYTES = 100 << 20  # as of safetensors
+_AHEAD = (1 << 30) // CHUNK_BYTES  # chunks of which a disk is told at a time
+_SYNC_BYTES = 32 << 20  # so many at a time the disk is told to write while the next ones are prepared
 _IDENTITY = "whale_torch"  # the metadata of a file that say to which checkpoint it belongs
 
 
@@ -69,7 +83,7 @@ def write_payload(
 ) -> tuple[list[Piece], StoredFile]:
     """Writes a file with the items one after the other, and says where each lies. blocks: the values of an item."""
     header = _header(items, path.name, identity)
-    pieces, offset = [], len(header)
+    pieces, offset, begun = [], len(header), 0
     with files.create(path) as fd:
         files.write(fd, memoryview(header), 0)
         for item in items:
@@ -78,6 +92,9 @@ def write_payload(
                 sums.append(checksum(chunk))
                 files.write(fd, chunk, offset)
                 offset += len(chunk)
+                if offset - begun >= _SYNC_BYTES:
+                    files.begin_sync(fd, begun, offset - begun)
+                    begun = offset
             pieces.append(Piece(path.name, start, item.box, tuple(sums)))
     return pieces, StoredFile(offset, len(header), checksum(memoryview(header)))
 
@@ -112,6 +129,29 @@ def check_file(files: Files, fd: int, path: Path, index: Index) -> None:
     else:
         text = f"is damaged: its header, the first {stored.header_bytes} bytes, is not what was written"
     raise CheckpointError(f"{path} {text}.", fix=ANOTHER)
+
+
+def told_ahead(
+    files: Files, fd: int, chunks: Sequence[tuple[tuple[int, int], T]]
+) -> Iterator[tuple[tuple[int, int], T]]:
+    """Chunks of a file, ((offset, size), what they are) in order, of which the disk begins to read the next ones."""
+    blocks = [chunks[first : first + _AHEAD] for first in range(0, len(chunks), _AHEAD)]
+    for number, block in enumerate(blocks):
+        for ahead in blocks[number + (number > 0) : number + 2]:
+            for start, end in _spans(place for place, _ in ahead):
+                files.begin_read(fd, start, end - start)
+        yield from block
+
+
+def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(start, end) of what (offset, size) in order make without a gap."""
+    found: list[tuple[int, int]] = []
+    for offset, size in places:
+        if found and found[-1][1] >= offset:
+            found[-1] = (found[-1][0], offset + size)
+        else:
+            found.append((offset, offset + size))
+    return found
 
 
 def _metadata(files: Files, fd: int, size: int) -> dict[str, str]:

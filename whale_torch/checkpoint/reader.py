@@ -15,7 +15,7 @@ from whale_torch.checkpoint.boxes import Box, overlap, runs
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredTensor
 from whale_torch.checkpoint.inventory import Held
-from whale_torch.checkpoint.payload import ANOTHER, bytes_of, checksum, open_payload
+from whale_torch.checkpoint.payload import ANOTHER, bytes_of, checksum, open_payload, told_ahead
 from whale_torch.errors import CheckpointError
 
 __all__ = ["Reader", "Wanted"]
@@ -53,9 +53,12 @@ class Reader:
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for file, chunks in sorted(touched.items()):
             with open_payload(self._files, self._folder / file, self._index) as fd:
-                for (offset, size), (key, chunk, expected) in sorted(chunks.items()):
-                    self._read(fd, buffer[:size], offset, file, key)
-                    if checksum(buffer[:size]) != expected:
+                for (offset, size), (key, chunk, expected) in told_ahead(self._files, fd, sorted(chunks.items())):
+                    with self._files.look(fd, offset, buffer[:size]) as data:
+                        if len(data) != size:
+                            raise self._too_short(file, key, offset + size)
+                        found = checksum(data)
+                    if found != expected:
                         raise CheckpointError(
                             f"{self._folder / file} is damaged: chunk {chunk} of '{key}' (bytes {offset} to "
                             f"{offset + size}) is not what was written.",
@@ -106,10 +109,10 @@ class Reader:
 
     def _read(self, fd: int, into: memoryview, offset: int, file: str, key: str) -> None:
         if self._files.read(fd, into, offset) != len(into):
-            raise CheckpointError(
-                f"{self._folder / file} is too short: '{key}' reaches to byte {offset + len(into)} of it.",
-                fix=ANOTHER,
-            )
+            raise self._too_short(file, key, offset + len(into))
+
+    def _too_short(self, file: str, key: str, end: int) -> CheckpointError:
+        return CheckpointError(f"{self._folder / file} is too short: '{key}' reaches to byte {end} of it.", fix=ANOTHER)
 
 
 def _first_piece(one: Wanted) -> tuple[str, int]:
