@@ -23,7 +23,7 @@ __all__ = ["Goal"]
 
 
 class Goal:
-    """fresh: tensors of values, read first. wanted: those whose memory is in use. missing, unexpected: names."""
+    """fresh: tensors whose memory is not in use yet, read first. wanted: the others. missing, unexpected: names."""
 
     def __init__(self, index: Index, parts: Parts, choice: Choice, ranks: Ranks, *, rng: bool | None):
         self._index, self._parts, self._choice, self._ranks = index, parts, choice, ranks

@@ -19,7 +19,7 @@ from whale_torch.checkpoint.goal import Goal
 from whale_torch.checkpoint.pending import finish
 from whale_torch.checkpoint.progress import check_progress, shown
 from whale_torch.checkpoint.ranks import Ranks
-from whale_torch.checkpoint.reader import Reader
+from whale_torch.checkpoint.reader import Reader, Wanted
 from whale_torch.checkpoint.retention import reading
 
 __all__ = ["Loaded", "load"]
@@ -92,17 +92,21 @@ def load(
             return Goal(index, parts_of(model, optimizer, states), choice, ranks, rng=rng)
 
         goal = ranks.run(what, make)
-        held = (one.held.values for one in (*goal.fresh, *goal.wanted))
-        total = 2 * sum(values.numel() * values.element_size() for values in held if values is not None)
+        total = _num_bytes(goal.fresh) + 2 * _num_bytes(goal.wanted)
         seen = at_end.enter_context(shown(files, what, total, progress if ranks.index == 0 else False))
         reader = Reader(seen, folder, index)
-        ranks.run(what, lambda: reader.check([*goal.fresh, *goal.wanted]))
 
-        def decode() -> None:
-            reader.read(goal.fresh)
+        def check() -> None:
+            reader.check(goal.wanted)
+            reader.read(goal.fresh, check=True)
             goal.decode()
 
-        ranks.run(what, decode)
+        ranks.run(what, check)
         ranks.run(what, lambda: reader.read(goal.wanted))
         extra = ranks.run(what, goal.apply)
         return Loaded(index.step, extra, folder, tuple(sorted(goal.missing)), tuple(sorted(goal.unexpected)), goal.rng)
+
+
+def _num_bytes(wanted: Sequence[Wanted]) -> int:
+    held = (one.held.values for one in wanted)
+    return sum(values.numel() * values.element_size() for values in held if values is not None)

@@ -95,7 +95,8 @@ class Moments:
             like = tuple(stored.shape) == shape and bool(shape)
             state[name] = self._memory(group, p, name, stored, like=like)
             held = held_of_place(key, state[name], place if like else None)
-            goal.wanted.append(Wanted(key, stored, held))
+            in_use = state[name] is self._optimizer.state.get(p, {}).get(name)
+            (goal.wanted if in_use else goal.fresh).append(Wanted(key, stored, held))
         return state
 
     def _memory(self, group: Mapping[str, Any], p: Tensor, name: str, stored: StoredTensor, *, like: bool) -> Tensor:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +26,12 @@ __all__ = [
     "check_file",
     "checksum",
     "open_payload",
-    "told_ahead",
     "write_payload",
 ]
 
-T = TypeVar("T")
 ANOTHER = "load another checkpoint, by its folder; `python -m whale_torch verify` names all that is damaged"
 _MOST_HEADER_BYTES = 100 << 20  # as of safetensors
-_AHEAD = (1 << 30) // CHUNK_BYTES  # chunks of which a disk is told at a time
+ALIGNED_BYTES = 4096  # copies between memory and pages that begin alike are faster
 _SYNC_BYTES = 32 << 20  # so many at a time the disk is told to write while the next ones are prepared
 _IDENTITY = "whale_torch"  # the metadata of a file that say to which checkpoint it belongs
 
@@ -100,14 +97,13 @@ def write_payload(
 
 
 @contextlib.contextmanager
-def open_payload(files: Files, path: Path, index: Index) -> Iterator[int]:
-    """A file of a checkpoint, to read. Raises CheckpointError for one that is missing or as `check_file` says."""
+def open_payload(files: Files, path: Path) -> Iterator[int]:
+    """A file of a checkpoint, to read. Raises CheckpointError for one that is missing."""
     with contextlib.ExitStack() as stack:
         try:
             fd = stack.enter_context(files.open(path))
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing.", fix=ANOTHER) from error
-        check_file(files, fd, path, index)
         yield fd
 
 
@@ -129,29 +125,6 @@ def check_file(files: Files, fd: int, path: Path, index: Index) -> None:
     else:
         text = f"is damaged: its header, the first {stored.header_bytes} bytes, is not what was written"
     raise CheckpointError(f"{path} {text}.", fix=ANOTHER)
-
-
-def told_ahead(
-    files: Files, fd: int, chunks: Sequence[tuple[tuple[int, int], T]]
-) -> Iterator[tuple[tuple[int, int], T]]:
-    """Chunks of a file, ((offset, size), what they are) in order, of which the disk begins to read the next ones."""
-    blocks = [chunks[first : first + _AHEAD] for first in range(0, len(chunks), _AHEAD)]
-    for number, block in enumerate(blocks):
-        for ahead in blocks[number + (number > 0) : number + 2]:
-            for start, end in _spans(place for place, _ in ahead):
-                files.begin_read(fd, start, end - start)
-        yield from block
-
-
-def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(start, end) of what (offset, size) in order make without a gap."""
-    found: list[tuple[int, int]] = []
-    for offset, size in places:
-        if found and found[-1][1] >= offset:
-            found[-1] = (found[-1][0], offset + size)
-        else:
-            found.append((offset, offset + size))
-    return found
 
 
 def _metadata(files: Files, fd: int, size: int) -> dict[str, str]:
@@ -180,7 +153,7 @@ def _header(items: Sequence[Item], name: str, identity: str) -> bytearray:
         }
         offset += item.num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNED_BYTES)
     return bytearray(len(text).to_bytes(8, "little") + text)
 
 

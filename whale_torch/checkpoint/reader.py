@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from whale_torch.checkpoint.boxes import Box, overlap, runs
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredTensor
 from whale_torch.checkpoint.inventory import Held
-from whale_torch.checkpoint.payload import ANOTHER, bytes_of, checksum, open_payload, told_ahead
+from whale_torch.checkpoint.payload import ANOTHER, bytes_of, check_file, checksum, open_payload
 from whale_torch.errors import CheckpointError
 
 __all__ = ["Reader", "Wanted"]
 
 _DIRECT_BYTES = 1 << 18  # runs from here on are read where they belong, shorter ones by way of a chunk
+_AHEAD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -32,42 +33,40 @@ class Wanted:
     held: Held
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Bytes of a file that have a checksum: the `number`-th ones of a tensor's piece."""
+
+    file: str
+    offset: int
+    size: int
+    key: str
+    number: int
+    checksum: int
+
+
 class Reader:
     """Reads one checkpoint's files."""
 
     def __init__(self, files: Files, folder: Path, index: Index):
         self._files, self._folder, self._index = files, folder, index
+        self._known: set[str] = set()  # files whose headers were checked
+        self._window = memoryview(bytearray(CHUNK_BYTES))
 
     def check(self, wanted: Sequence[Wanted]) -> None:
         """Raises CheckpointError, naming file, tensor and chunk, for the first chunk that is not as it was written."""
-        touched: dict[str, dict[tuple[int, int], tuple[str, int, int]]] = defaultdict(dict)
-        for one in wanted:
-            _check_covered(one)
-            item = one.stored.torch_dtype.itemsize
-            for piece in one.stored.pieces:
-                total = piece.box.numel * item
-                for chunk in _chunks_touched(one.held, piece, item):
-                    start = chunk * CHUNK_BYTES
-                    size = min(CHUNK_BYTES, total - start)
-                    touched[piece.file][piece.offset + start, size] = (one.key, chunk, piece.checksums[chunk])
-        buffer = memoryview(bytearray(CHUNK_BYTES))
+        touched = _touched(wanted)
+        ahead = _Ahead(self._files, self._folder, touched)
         for file, chunks in sorted(touched.items()):
-            with open_payload(self._files, self._folder / file, self._index) as fd:
-                for (offset, size), (key, chunk, expected) in told_ahead(self._files, fd, sorted(chunks.items())):
-                    with self._files.look(fd, offset, buffer[:size]) as data:
-                        if len(data) != size:
-                            raise self._too_short(file, key, offset + size)
-                        found = checksum(data)
-                    if found != expected:
-                        raise CheckpointError(
-                            f"{self._folder / file} is damaged: chunk {chunk} of '{key}' (bytes {offset} to "
-                            f"{offset + size}) is not what was written.",
-                            fix=ANOTHER,
-                        )
+            with self._open(file) as fd:
+                for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+                    with self._files.look(fd, chunk.offset, self._window[: chunk.size]) as data:
+                        self._check(chunk, data)
+                    ahead.passed(chunk.size)
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
-        """Copies values, one tensor after the other; what was checked before is not checked again."""
-        window = memoryview(bytearray(CHUNK_BYTES))
+    def read(self, wanted: Sequence[Wanted], *, check: bool = False) -> None:
+        """Copies values, one tensor after the other. check: as `check` does, of memory that is not in use yet."""
+        ahead = _Ahead(self._files, self._folder, _touched(wanted) if check else {})
         present = [(one, one.held.values) for one in wanted if one.held.values is not None]
         for one, values in sorted(present, key=lambda pair: _first_piece(pair[0])):
             dtype = one.stored.torch_dtype
@@ -78,15 +77,16 @@ class Reader:
                 if any(overlap(piece.box, box) for piece in pieces for box, _ in one.held.boxes):
                     with self._open(file) as fd:
                         for piece in pieces:
-                            self._copy(fd, piece, one, memory, window)
+                            self._copy(fd, piece, one, memory, ahead if check else None)
             if memory is not values:
                 values.copy_(memory)
         torch.autograd.graph.increment_version([values for _, values in present])
 
-    def _copy(self, fd: int, piece: Piece, one: Wanted, memory: Tensor, window: memoryview) -> None:
+    def _copy(self, fd: int, piece: Piece, one: Wanted, memory: Tensor, ahead: _Ahead | None) -> None:
+        """Copies what is wanted of a piece, and checks its chunks where they are passed `ahead`."""
         item, target = memory.element_size(), bytes_of(memory)
-        end = piece.offset + piece.box.numel * item
-        first = last = 0  # bytes of the file that the window has
+        chunks = list(_chunks_of(one.key, piece, item))
+        in_window = -1
         for box, local in one.held.boxes:
             part = overlap(piece.box, box)
             if part is None:
@@ -94,25 +94,75 @@ class Reader:
             at = [p - b for p, b in zip(part.start, piece.box.start, strict=True)]
             to = [p - b + at for p, b, at in zip(part.start, box.start, local.start, strict=True)]
             for run in runs(part.size, at, piece.box.size, to, tuple(memory.shape)):
-                start, size = piece.offset + run.source * item, run.length * item
-                goal = target[run.target * item : run.target * item + size]
-                if size >= _DIRECT_BYTES:
-                    self._read(fd, goal, start, piece.file, one.key)
-                    continue
-                if start < first or start + size > last:
-                    first, last = start, min(start + len(window), end)
-                    self._read(fd, window[: last - first], first, piece.file, one.key)
-                goal[:] = window[start - first : start - first + size]
+                first = run.source * item
+                goal = target[run.target * item : (run.target + run.length) * item]
+                while goal:
+                    number, inside = divmod(first, CHUNK_BYTES)
+                    chunk = chunks[number]
+                    size = min(len(goal), chunk.size - inside)
+                    if size == chunk.size or (ahead is None and size >= _DIRECT_BYTES):
+                        self._read(fd, goal[:size], chunk, inside, ahead)
+                    else:
+                        if in_window != number:
+                            self._read(fd, self._window[: chunk.size], chunk, 0, ahead)
+                            in_window = number
+                        goal[:size] = self._window[inside : inside + size]
+                    goal, first = goal[size:], first + size
 
-    def _open(self, file: str) -> AbstractContextManager[int]:
-        return self._files.open(self._folder / file)
+    @contextlib.contextmanager
+    def _open(self, file: str) -> Iterator[int]:
+        path = self._folder / file
+        with open_payload(self._files, path) as fd:
+            if file not in self._known:
+                check_file(self._files, fd, path, self._index)
+                self._known.add(file)
+            yield fd
 
-    def _read(self, fd: int, into: memoryview, offset: int, file: str, key: str) -> None:
-        if self._files.read(fd, into, offset) != len(into):
-            raise self._too_short(file, key, offset + len(into))
+    def _read(self, fd: int, into: memoryview, chunk: _Chunk, inside: int, ahead: _Ahead | None) -> None:
+        read = self._files.read(fd, into, chunk.offset + inside)
+        if ahead is not None:
+            self._check(chunk, into[:read])
+            ahead.passed(chunk.size)
+        elif read != len(into):
+            raise self._too_short(chunk)
 
-    def _too_short(self, file: str, key: str, end: int) -> CheckpointError:
-        return CheckpointError(f"{self._folder / file} is too short: '{key}' reaches to byte {end} of it.", fix=ANOTHER)
+    def _check(self, chunk: _Chunk, data: memoryview) -> None:
+        if len(data) != chunk.size:
+            raise self._too_short(chunk)
+        if checksum(data) != chunk.checksum:
+            raise CheckpointError(
+                f"{self._folder / chunk.file} is damaged: chunk {chunk.number} of '{chunk.key}' (bytes {chunk.offset} "
+                f"to {chunk.offset + chunk.size}) is not what was written.",
+                fix=ANOTHER,
+            )
+
+    def _too_short(self, chunk: _Chunk) -> CheckpointError:
+        end = chunk.offset + chunk.size
+        return CheckpointError(
+            f"{self._folder / chunk.file} is too short: '{chunk.key}' reaches to byte {end} of it.", fix=ANOTHER
+        )
+
+
+class _Ahead:
+    """Lets the disk begin to read chunks before they are asked for, in order, a gigabyte ahead."""
+
+    def __init__(self, files: Files, folder: Path, touched: Mapping[str, Iterable[_Chunk]]):
+        self._files, self._folder = files, folder
+        self._spans = deque((file, *span) for file, chunks in sorted(touched.items()) for span in _spans(chunks))
+        self._ahead = 0
+        self.passed(0)
+
+    def passed(self, num_bytes: int) -> None:
+        """So much of it has been read."""
+        self._ahead -= num_bytes
+        while self._spans and self._ahead < _AHEAD_BYTES:
+            file, start, end = self._spans.popleft()
+            if end - start > _AHEAD_BYTES:
+                self._spans.appendleft((file, start + _AHEAD_BYTES, end))
+                end = start + _AHEAD_BYTES
+            with open_payload(self._files, self._folder / file) as fd:
+                self._files.begin_read(fd, start, end - start)
+            self._ahead += end - start
 
 
 def _first_piece(one: Wanted) -> tuple[str, int]:
@@ -137,7 +187,40 @@ def _check_covered(one: Wanted) -> None:
             )
 
 
-def _chunks_touched(held: Held, piece: Piece, item: int) -> set[int]:
+def _chunks_of(key: str, piece: Piece, item: int) -> Iterator[_Chunk]:
+    total = piece.box.numel * item
+    for number, expected in enumerate(piece.checksums):
+        start = number * CHUNK_BYTES
+        size = min(CHUNK_BYTES, total - start)
+        yield _Chunk(piece.file, piece.offset + start, size, key, number, expected)
+
+
+def _touched(wanted: Sequence[Wanted]) -> dict[str, set[_Chunk]]:
+    """The chunks that have some of what is wanted, by file."""
+    found: dict[str, set[_Chunk]] = defaultdict(set)
+    for one in wanted:
+        _check_covered(one)
+        item = one.stored.torch_dtype.itemsize
+        for piece in one.stored.pieces:
+            numbers = _numbers_touched(one.held, piece, item)
+            if numbers:
+                found[piece.file].update(c for c in _chunks_of(one.key, piece, item) if c.number in numbers)
+    return found
+
+
+def _spans(chunks: Iterable[_Chunk]) -> list[tuple[int, int]]:
+    """(start, end) of what chunks make without a gap."""
+    found: list[tuple[int, int]] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+        end = chunk.offset + chunk.size
+        if found and found[-1][1] >= chunk.offset:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((chunk.offset, end))
+    return found
+
+
+def _numbers_touched(held: Held, piece: Piece, item: int) -> set[int]:
     found: set[int] = set()
     for box, _ in held.boxes:
         part = overlap(piece.box, box)
