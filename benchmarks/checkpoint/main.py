@@ -98,20 +98,38 @@ class _Rank:
         path = self.folder / "whale"
         saved = self._timed(lambda: save(path, step=1, **state))
         self._last_save = saved[0]
-        return self._loads(saved, path, lambda: load(path, **state))
+        return self._loads(saved, path, lambda: load(path, **state), lambda: None)
 
     def _dcp(self) -> dict[str, float]:
         path = self.folder / "dcp"
         saved = self._timed(lambda: dcp.save(self.shards, checkpoint_id=path))
-        return self._loads(saved, path, lambda: dcp.load(self.shards, checkpoint_id=path))
+        return self._loads(saved, path, lambda: dcp.load(self.shards, checkpoint_id=path), self._begin)
 
-    def _loads(self, saved: tuple[float, float], path: Path, run: Callable[[], object]) -> dict[str, float]:
+    def _forget(self) -> None:
+        """As where a job is started again: the optimizer has no state."""
+        self.optimizer.state.clear()
+        self.shards = {}
+
+    def _begin(self) -> None:
+        """torch.distributed.checkpoint loads into tensors, which its users make first."""
+        for p in self.model.parameters():
+            of = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self.optimizer.state[p] = of
+        self.shards = as_dtensors(self.model, self.optimizer)
+
+    def _loads(
+        self, saved: tuple[float, float], path: Path, run: Callable[[], object], begin: Callable[[], object]
+    ) -> dict[str, float]:
+        """begin: what comes before where the optimizer has no state."""
         found = dict(zip(("save", "save, MB"), saved, strict=True))
         found["load, cached"], found["load, MB"] = self._timed(run)
+        self._forget()
+        found["resume, cached"], _ = self._timed(lambda: (begin(), run()))
         dist.barrier()
         for file in path.rglob("*"):
             _drop(file)
         found["load, dropped"], _ = self._timed(run)
+        self.shards = as_dtensors(self.model, self.optimizer)
         self._remove(path)
         return found
 
@@ -233,7 +251,7 @@ def main() -> int:
 def _tell(report: Report, found: dict[str, list[float]], size: float) -> None:
     best = {key: min(values) for key, values in found.items()}
     rows: list[list[Any]] = []
-    for what in ("save", "load, cached", "load, dropped"):
+    for what in ("save", "load, cached", "load, dropped", "resume, cached"):
         for name in ("whale", "dcp", "disk"):
             seconds = best.get(f"{name}: {what}")
             if seconds is not None:
@@ -246,7 +264,7 @@ def _tell(report: Report, found: dict[str, list[float]], size: float) -> None:
                 ])  # fmt: skip
     headers = ["", "", "seconds, minimum", "median", "GB/s", "share of the disk's rate", "extra MB a rank"]
     report.table(f"{size / 1e9:.2f} GB of both ranks", headers, rows)
-    for what in ("save", "load, cached", "load, dropped"):
+    for what in ("save", "load, cached", "load, dropped", "resume, cached"):
         if {f"whale: {what}", f"dcp: {what}"} <= best.keys():
             ratio = best[f"dcp: {what}"] / best[f"whale: {what}"]
             report.bar(f"{what}: dcp over whale", ratio, at_least=_OVER_DCP)
