@@ -19,6 +19,7 @@ from whale_torch.errors import CheckpointError
 from whale_torch.ops import crc32c
 
 __all__ = [
+    "ALIGNED_BYTES",
     "ANOTHER",
     "Item",
     "blocks_of",
