@@ -134,7 +134,9 @@ class _Rank:
         return found
 
     def _train(self) -> dict[str, float]:
-        return dict(zip(("all", "step"), self._train_step(lambda: None), strict=True))
+        before = self._watch()
+        seconds, step = self._train_step(lambda: None)
+        return {"all": seconds, "step": step, "MB": (_status("VmHWM") - before) / 1e6}
 
     def _whale_async(self) -> dict[str, float]:
         path = self.folder / "whale-async"
@@ -282,6 +284,7 @@ def _tell(report: Report, found: dict[str, list[float]], size: float) -> None:
 def _tell_async(report: Report, found: dict[str, list[float]], best: dict[str, float]) -> None:
     if "train: all" not in best:
         return
+    own_mb = statistics.median(found["train: MB"])
     rows: list[list[Any]] = [["no save", f"{best['train: all']:.2f}", "", "", "", ""]]
     for name in ("whale", "dcp"):
         key = f"{name} async"
@@ -292,7 +295,7 @@ def _tell_async(report: Report, found: dict[str, list[float]], best: dict[str, f
         stall = blocked / best[f"{name}: save"]
         rows.append([
             key, f"{best[f'{key}: all']:.2f}", f"{blocked:.3f}", f"{stall:.2f}", f"{best[f'{key}: until saved']:.2f}",
-            f"{statistics.median(found[f'{key}: MB']):.0f}",
+            f"{statistics.median(found[f'{key}: MB']) - own_mb:.0f}",
         ])  # fmt: skip
         if name == "whale":
             report.bar("async: stall as a share of a save", stall, at_most=_STALL)
@@ -302,7 +305,7 @@ def _tell_async(report: Report, found: dict[str, list[float]], best: dict[str, f
         "of these the training waits",
         "as a share of the save",
         "seconds until all is saved",
-        "extra MB a rank",
+        "extra MB a rank, over training's",
     ]
     report.table("A training step during which a save goes on in the background", headers, rows)
     report.note(
