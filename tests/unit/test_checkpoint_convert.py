@@ -11,11 +11,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import whale_torch as wh
+from tests.world import world
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.convert import convert
 from whale_torch.checkpoint.formats.opened import open_source
@@ -23,6 +26,7 @@ from whale_torch.checkpoint.formats.source import Composed, InMemory, Part, Resh
 from whale_torch.checkpoint.formats.unread import Unread
 from whale_torch.checkpoint.load import load
 from whale_torch.checkpoint.save import save
+from whale_torch.checkpoint.values import tensors_in
 from whale_torch.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -83,13 +87,182 @@ def test_whole_checkpoints_there_and_back(form: str, tmp_path: Path) -> None:
         assert all(torch.equal(v, expected[1].state[theirs][k]) for k, v in optimizer.state[mine].items())
 
 
+class Noted(nn.Linear):
+    """With states of its own: a tensor, and tensors among plain data."""
+
+    note: Any = torch.tensor([3, 4])
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+def several(seed: int, place: int = 0) -> dict[str, Any]:
+    """Two models, an average, an optimizer each, groups whose options are tensors, and a state of each rank."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"one": Noted(3, 3), "two": Noted(3, 2)})
+    model["two"].note = {"scale": torch.randn(2), "list": (1, [torch.randn(3)]), "array": numpy.arange(3)}
+    critic, average = nn.Linear(3, 1), torch.optim.swa_utils.AveragedModel(nn.Linear(3, 3))
+    made = {
+        "one": torch.optim.Adam(model["one"].parameters(), lr=torch.tensor(0.1)),
+        "two": torch.optim.SGD([{"params": [p], "lr": 0.1 + p.dim()} for p in model["two"].parameters()], momentum=0.9),
+    }
+    parts = {"model": model, "optimizer": made, "critic": critic, "average": average}
+    parts["of_critic"] = torch.optim.AdamW(critic.parameters())
+    for optimizer in (*made.values(), parts["of_critic"]):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn_like(p)
+        optimizer.step()
+    parts["schedule"] = torch.optim.lr_scheduler.StepLR(made["two"], 2)
+    return parts | {"loader": Loader(place)}
+
+
+class Loader:
+    def __init__(self, place: int):
+        self.state = {"place": place, "order": torch.arange(place), 3: {1.5, 2.5}, "shape": torch.Size([2])}
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+
+def save_all(rank: int, n: int, folder: str) -> None:
+    parts = several(0, rank + 3)
+    wh.parallelize(parts["model"])
+    torch.manual_seed(rank)
+    numpy.random.seed(rank)
+    save(Path(folder), step=4, extra={"array": numpy.ones(2), "pair": (1, None)}, **parts)
+
+
+def load_all(rank: int, n: int, folder: str) -> list[dict[str, Any]]:
+    found = []
+    for name in ("from torch", "from dcp"):
+        parts = several(1)
+        wh.parallelize(parts["model"])
+        loaded = load(Path(folder, name), **parts)
+        assert loaded.rng == "restored" and loaded.extra["pair"] == (1, None)
+        assert loaded.extra["array"].tolist() == [1, 1]
+        assert parts["loader"].state["place"] == rank + 3 and len(parts["loader"].state["order"]) == rank + 3
+        found.append(whole(parts))
+    return found
+
+
+def whole(parts: dict[str, Any]) -> dict[str, Any]:
+    """State dicts of all but what differs between ranks."""
+    parts = {name: one for name, one in parts.items() if name not in ("optimizer", "loader")} | parts["optimizer"]
+    return {name: one.state_dict() for name, one in parts.items()}
+
+
+def test_all_that_ranks_save_there_and_back(tmp_path: Path) -> None:
+    world(2, save_all, str(tmp_path / "run"))
+    for form in ("torch", "dcp"):
+        assert convert(tmp_path / "run", tmp_path / form, form).left_out == []
+        assert_same(tmp_path / "run", tmp_path / form)
+        convert(tmp_path / form, tmp_path / f"from {form}", "whale")
+        assert_same(tmp_path / "run", tmp_path / f"from {form}")
+    for found in world(2, load_all, str(tmp_path)):
+        for one in found:
+            assert_equal(one, whole(several(0)), "")
+
+
+def assert_equal(one: Any, other: Any, path: str) -> None:
+    if isinstance(other, torch.Tensor | numpy.ndarray):
+        assert type(one) is type(other) and one.dtype == other.dtype and (one == other).all(), path
+    elif isinstance(other, dict):
+        assert one.keys() - {"param_names"} == other.keys(), path
+        for key in other:
+            assert_equal(one[key], other[key], f"{path}/{key}")
+    elif isinstance(other, list | tuple):
+        assert len(one) == len(other)
+        for number, (x, y) in enumerate(zip(one, other, strict=True)):
+            assert_equal(x, y, f"{path}/{number}")
+    else:
+        assert one == other, path
+
+
+def test_a_folder_of_torch_is_what_torch_reads(tmp_path: Path) -> None:
+    save_all(0, 1, str(tmp_path / "run"))
+    convert(tmp_path / "run", tmp_path / "folder", "torch")
+    expected, other = several(0), several(1)
+    for name, state in torch.load(tmp_path / "folder/optimizer.pt").items():
+        other["optimizer"][name].load_state_dict(state)
+        assert_equal(other["optimizer"][name].state_dict(), expected["optimizer"][name].state_dict(), name)
+    rest = torch.load(tmp_path / "folder/extra.pt")
+    assert rest["step"] == 4 and rest["extra"]["pair"] == (1, None)
+    for name in ("critic", "average", "of_critic", "schedule"):
+        other[name].load_state_dict(rest["states"][name])
+        assert_equal(other[name].state_dict(), expected[name].state_dict(), name)
+    state = torch.load(tmp_path / "folder/model.pt")
+    assert_equal(state["two._extra_state"]["list"], expected["model"]["two"].note["list"], "")
+
+
+@pytest.mark.parametrize("form", ["whale", "torch", "dcp"])
+def test_names_change_in_all_that_is_saved(form: str, tmp_path: Path) -> None:
+    save_all(0, 1, str(tmp_path / "run"))
+    rename = {r"two\.(.*)": r"body.\1", r"module\.weight": "mean", "bias": "shift"}
+    convert(tmp_path / "run", tmp_path / "new", form, rename=rename)
+    found = open_source(tmp_path / "new")
+    for key in ("model/body.weight", "optimizer/@two/body.bias/momentum_buffer", "states/average/mean",
+                "states/critic/shift", "states/of_critic/states/critic/shift/exp_avg",
+                "model/body._extra_state/list/1/0"):  # fmt: skip
+        assert key in found.tensors, key
+    assert found.values["optimizer/@two/groups"][0]["params"] == ["body.weight"]
+    assert found.values["states/of_critic/groups"][0]["params"] == ["states/critic/weight", "states/critic/shift"]
+    assert set(tensors_in(list(found.values.values()))) <= found.tensors.keys()
+    back = {r"body\.(.*)": r"two.\1", "mean": r"module.weight", "shift": "bias"}
+    convert(tmp_path / "new", tmp_path / "old", "whale", rename=back)
+    assert_same(tmp_path / "run", tmp_path / "old")
+
+
+def test_a_tie_of_two_tensors(tmp_path: Path) -> None:
+    state = trained()[0].state_dict()
+    save_file({key: value.clone() for key, value in state.items()}, tmp_path / "n.safetensors")
+    convert(tmp_path / "n.safetensors", tmp_path / "run", "whale", step=1)
+    net = trained(1)[0]
+    load(tmp_path / "run", model=net)
+    assert torch.equal(net.head.weight, state["words.weight"]) and net.head.weight is net.words.weight
+    state = {key: value + (key == "head.weight") for key, value in state.items()}
+    save_file(state, tmp_path / "other.safetensors")
+    convert(tmp_path / "other.safetensors", tmp_path / "run", "whale", step=2)
+    with pytest.raises(CheckpointError, match=r"head.weight and words.weight are one tensor .*, and their values diff"):
+        load(tmp_path / "run", model=net)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_options_by_names_of_parameters(tmp_path: Path) -> None:
+    """As torch's flatten_optimizer_state_dict writes them."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    net = trained()[0]
+    parameters = list(net.parameters())
+    optimizer = torch.optim.Adam([{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}])
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    model, optim = get_state_dict(net, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    dcp.save({"model": model, "optimizer": optim}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    convert(tmp_path / "dcp", tmp_path / "run", "whale", step=1)
+    other = trained(1)[0]
+    parameters = list(other.parameters())
+    theirs = torch.optim.Adam([{"params": parameters[:2]}, {"params": parameters[2:]}])
+    load(tmp_path / "run", model=other, optimizer=theirs)
+    assert [group["lr"] for group in theirs.param_groups] == [0.5, 0.001]
+    assert_equal(theirs.state_dict()["state"], optimizer.state_dict()["state"], "")
+
+
 @pytest.mark.parametrize(
     ("form", "name"), [("safetensors", "n.safetensors"), ("safetensors", "many"), ("torch", "n.pt")]
 )
 def test_models_there_and_back(form: str, name: str, tmp_path: Path) -> None:
     run = saved(tmp_path)
     done = convert(run, tmp_path / name, form, shard_bytes=1500)
-    assert done.left_out == ["optimizer", "extra", "states"] and done.num_tensors == 9
+    assert done.left_out == ["optimizer", "extra", "states", "rng"] and done.num_tensors == 9
     assert_same(run, tmp_path / name, model_only=True)
     convert(tmp_path / name, tmp_path / "back", "whale", step=7)
     assert_same(run, tmp_path / "back", model_only=True)
@@ -151,7 +324,7 @@ def test_a_hugging_face_folder(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "config")
     save(tmp_path / "run", step=1, model=model)
     done = convert(tmp_path / "run", tmp_path / "hf", "hf", config=tmp_path / "config", shard_bytes=10_000)
-    assert done.left_out in ([], ["extra"]) and (tmp_path / "hf/model.safetensors.index.json").exists()
+    assert done.left_out == ["rng"] and (tmp_path / "hf/model.safetensors.index.json").exists()
     again, told = BertForMaskedLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
@@ -287,7 +460,7 @@ def test_the_command(tmp_path: Path) -> None:
 
     done = command(run, tmp_path / "n.safetensors", "--to", "safetensors", "--rename", r"low\.(.*)", r"body.\1")
     assert done.returncode == 0 and "n.safetensors: 9 tensors" in done.stdout, done.stderr
-    assert "left out: optimizer, extra, states" in done.stdout
+    assert "left out: optimizer, extra, states, rng" in done.stdout
     assert "body.weight" in load_file(tmp_path / "n.safetensors")
     done = command(run, tmp_path / "n.safetensors", "--to", "safetensors")
     assert done.returncode == 2 and "exists" in done.stderr

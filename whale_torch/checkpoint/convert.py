@@ -12,21 +12,32 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.contents import BY_RANK
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.formats.dcp import write_dcp
 from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.formats.safetensors import SAFETENSORS, write_safetensors
 from whale_torch.checkpoint.formats.source import Source
-from whale_torch.checkpoint.formats.torch_files import EXTRA, MODEL, OPTIMIZER, write_torch
+from whale_torch.checkpoint.formats.torch_files import EXTRA, MODEL, OPTIMIZER, rest_of, write_torch
+from whale_torch.checkpoint.formats.trees import (
+    GROUPS,
+    module_tree,
+    optimizer_tree,
+    optimizers_in,
+    plain,
+    tensors_of_model,
+    tensors_of_values,
+)
 from whale_torch.checkpoint.formats.unread import Unread
 from whale_torch.checkpoint.inventory import Held, Inventory
 from whale_torch.checkpoint.save import save_inventory
-from whale_torch.checkpoint.values import decode
 from whale_torch.errors import CheckpointError
 
 __all__ = ["Converted", "Form", "convert"]
 
 Form = Literal["whale", "safetensors", "hf", "torch", "dcp"]
+_WHOLE = ("whale", "torch", "dcp")  # forms that have a place for all of a checkpoint
+_FILES = (".pt", ".pth", ".bin", ".ckpt")  # of torch.save, with a model alone
 _SHARD_BYTES = 5 * 10**9
 _BESIDE = re.compile(r".*\.(json|txt|model|jinja)")  # what lies beside weights in a Hugging Face folder
 
@@ -88,8 +99,8 @@ def convert(
         finally:
             if temporary.exists():
                 shutil.rmtree(temporary)
-    written = [one for key, one in opened.tensors.items() if key.partition("/")[0] not in left_out]
-    return Converted(path, len(written), sum(one.num_bytes for one in written), left_out)
+    written = opened.tensors if to in _WHOLE and target.suffix not in _FILES else tensors_of_model(opened)
+    return Converted(path, len(written), sum(one.num_bytes for one in written.values()), left_out)
 
 
 def _new(target: Path) -> None:
@@ -98,7 +109,8 @@ def _new(target: Path) -> None:
 
 
 def _rename(source: Source, rename: Mapping[str, str]) -> None:
-    """Gives tensors of the model, and of an optimizer, other names. Raises CheckpointError for an unused pattern."""
+    """Gives tensors of the model, of averages of it and of optimizers other names; raises CheckpointError for an
+    unused pattern."""
     patterns = [(re.compile(pattern), to) for pattern, to in rename.items()]
     unused = {pattern.pattern for pattern, _ in patterns}
 
@@ -109,26 +121,50 @@ def _rename(source: Source, rename: Mapping[str, str]) -> None:
                 return pattern.sub(to, name)
         return name
 
+    optimizers = optimizers_in(source)
+    states = {key for key in (*source.values, *source.values.get(BY_RANK, ())) if key.startswith("states/")}
+
+    def parameter(name: str) -> str:
+        """As an optimizer calls it: those of further modules behind these."""
+        kind, outer, rest = name.split("/", 2) if name.startswith("states/") and name.count("/") > 1 else ("", "", name)
+        return f"{kind}/{outer}/{named(rest)}" if kind else named(name)
+
     def key_of(key: str) -> str:
+        prefix = next((one for one in optimizers if key.startswith(one) and "/" in key.removeprefix(one)), None)
+        if prefix is not None:
+            name, _, state = key.removeprefix(prefix).rpartition("/")
+            return f"{prefix}{parameter(name)}/{state}"
         kind, _, rest = key.partition("/")
         if kind == "model":
             return f"model/{named(rest)}"
-        if kind == "optimizer" and key != "optimizer/groups":
-            name, _, state = rest.rpartition("/")
-            return f"optimizer/{named(name)}/{state}"
-        return key
+        outer, _, inner = rest.partition("/")
+        of_module = kind == "states" and inner and f"states/{outer}" not in states
+        return f"states/{outer}/{named(inner)}" if of_module and f"states/{outer}/" not in optimizers else key
 
-    for table in (source.tensors, source.values, source.ties):
-        renamed = {key_of(key): one for key, one in table.items()}
-        if len(renamed) != len(table):
-            raise CheckpointError("rename gives two tensors one name.", fix="patterns that keep names apart")
-        table.clear()
-        table.update(renamed)  # type: ignore[arg-type]
-    source.ties = {key: key_of(first) for key, first in source.ties.items()}
-    for group in source.values.get("optimizer/groups", []):
-        group["params"] = [named(name) for name in group["params"]]
+    inside = tensors_of_values(source)
+    new = {key: key_of(key) for key in (*source.values, *source.ties, *source.tensors) if key not in inside}
+    new |= {key: new[value] + key.removeprefix(value) for key, value in inside.items() if key in source.tensors}
+    if len(set(new.values())) != len(new):
+        raise CheckpointError("rename gives two tensors one name.", fix="patterns that keep names apart")
+    source.tensors = {new[key]: one for key, one in source.tensors.items()}
+    source.ties = {new[key]: new.get(first, first) for key, first in source.ties.items()}
+    source.values = {new[key]: _with_keys(value, new) for key, value in source.values.items()}
+    for prefix in optimizers:
+        for group in source.values[prefix + GROUPS]:
+            group["params"] = [parameter(name) for name in group["params"]]
     if unused:
         raise CheckpointError(f"rename: {sorted(unused)} match no tensor.", fix="patterns match whole names")
+
+
+def _with_keys(value: Any, new: Mapping[str, str]) -> Any:
+    """A value of an index whose tensors have other keys."""
+    if isinstance(value, list):
+        return [_with_keys(one, new) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("__kind__") == "tensor":
+        return {**value, "key": new.get(value["key"], value["key"])}
+    return {key: _with_keys(one, new) for key, one in value.items()}
 
 
 @dataclass
@@ -143,17 +179,20 @@ class _Job:
 
     def model(self) -> dict[str, Any]:
         """The model's tensors by their names; notes what else there is as left out."""
-        for key in (*self.source.tensors, *self.source.values):
-            kind = key.partition("/")[0]
-            if kind != "model" and kind not in self.left_out:
-                self.left_out.append(kind)
-            if key.startswith("model/") and key in self.source.values:
-                self.left_out.append(key.removeprefix("model/"))
-        found = self.source.tensors.items()
-        return {key.removeprefix("model/"): one for key, one in found if key.startswith("model/")}
+        values, inside = self.source.values, tensors_of_values(self.source)
+        keys = {*self.source.tensors, *values, *values.get(BY_RANK, ())}
+        there = {key.partition("/")[0] for key in keys} - ({"extra"} if not values.get("extra") else set())
+        self.left_out += [kind for kind in ("optimizer", "extra", "states", "rng") if kind in there]
+        self.left_out += [
+            key.removeprefix("model/")
+            for key in values
+            if key.startswith("model/") and key not in self.source.tensors and key not in inside
+        ]
+        return tensors_of_model(self.source)
 
     def ties(self) -> dict[str, str]:
-        return {key.removeprefix("model/"): first.removeprefix("model/") for key, first in self.source.ties.items()}
+        ties = self.source.ties.items()
+        return {k.removeprefix("model/"): v.removeprefix("model/") for k, v in ties if k.startswith("model/")}
 
     def finish(self, made: Path) -> Path:
         """Makes what was written the target."""
@@ -201,48 +240,49 @@ def _to_hf(job: _Job) -> Path:
 
 def _to_torch(job: _Job) -> Path:
     source = job.source
-    tree = {**job.model()}
-    tree |= {name: tree[first] for name, first in job.ties().items()}
-    for key, value in source.values.items():
-        if key.startswith("model/"):
-            tree[key.removeprefix("model/")] = _tree(value, source)
-    if job.target.suffix in (".pt", ".pth", ".bin", ".ckpt"):
+    tree = job.model() | module_tree(source, "model/")
+    if job.target.suffix in _FILES:
         job.left_out = [one for one in job.left_out if one not in tree]
         write_torch(job.files, job.folder / job.target.name, tree)
         return job.finish(job.folder / job.target.name)
     write_torch(job.files, job.folder / MODEL, tree)
-    if "optimizer/groups" in source.values:
-        write_torch(job.files, job.folder / OPTIMIZER, _optimizer(source))
-    states = {key.removeprefix("states/"): one for key, one in source.values.items() if key.startswith("states/")}
-    rest = {"step": source.step, "extra": _tree(source.values.get("extra", {}), source)}
-    rest["states"] = {name: _tree(one, source) for name, one in states.items()}
-    write_torch(job.files, job.folder / EXTRA, rest)
+    optimizers = {one: _optimizer(source, one) for one in optimizers_in(source)}
+    several = {k.removeprefix("optimizer/@").strip("/"): v for k, v in optimizers.items() if k.startswith("optimizer/")}
+    if several:
+        write_torch(job.files, job.folder / OPTIMIZER, optimizers.get("optimizer/", several))
+    write_torch(job.files, job.folder / EXTRA, rest_of(source, _states(source, optimizers)))
     job.left_out.clear()
     return job.finish(job.folder)
 
 
-def _optimizer(source: Source) -> dict[str, Any]:
+def _states(source: Source, optimizers: Mapping[str, Any]) -> dict[str, Any]:
+    """States, averages of weights and their optimizers by their names, as their state_dicts."""
+    found: dict[str, Any] = {}
+    for key in (*source.values, *source.tensors, *source.ties):
+        kind, _, rest = key.partition("/")
+        name = rest.partition("/")[0]
+        prefix = f"states/{name}/"
+        if kind != "states" or name in found:
+            continue
+        if prefix in optimizers:
+            found[name] = optimizers[prefix]
+        elif f"states/{name}" in source.values:
+            found[name] = plain(source.values[f"states/{name}"], source.tensors)
+        else:
+            found[name] = module_tree(source, prefix)
+    return found
+
+
+def _optimizer(source: Source, prefix: str) -> dict[str, Any]:
     """An optimizer's state_dict as torch has it, with entries for tensors."""
-    groups: list[dict[str, Any]] = []
+    state, groups = optimizer_tree(source, prefix)
     numbers: dict[str, int] = {}
-    for group in decode(source.values["optimizer/groups"], {}):
+    for group in groups:
         for name in group["params"]:
             numbers[name] = len(numbers)
-        params = {"params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
-        groups.append({**group["options"], **params})
-    state: dict[int, dict[str, Any]] = {}
-    for key in (*source.tensors, *source.values):
-        kind, _, rest = key.partition("/")
-        name, _, what = rest.rpartition("/")
-        if kind == "optimizer" and name in numbers:
-            one = source.tensors[key] if key in source.tensors else _tree(source.values[key], source)
-            state.setdefault(numbers[name], {})[what] = one
-    return {"state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
-
-
-def _tree(value: Any, source: Source) -> Any:
-    """A value of an index with entries for its tensors."""
-    return decode(value, source.tensors)  # type: ignore[arg-type]
+        group["param_names"] = group["params"]
+        group["params"] = [numbers[name] for name in group["params"]]
+    return {"state": {numbers[name]: one for name, one in state.items()}, "param_groups": groups}
 
 
 def _to_dcp(job: _Job) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from whale_torch.checkpoint.moments import Moments
 from whale_torch.checkpoint.random_states import feed_of, restore, state_for
 from whale_torch.checkpoint.ranks import Ranks
 from whale_torch.checkpoint.reader import Wanted
-from whale_torch.checkpoint.values import decode
+from whale_torch.checkpoint.values import decode, tensors_in
 from whale_torch.errors import CheckpointError
 
 __all__ = ["Goal"]
@@ -68,7 +67,7 @@ class Goal:
         if key not in self._index.values:
             return
         self._taken.append(key)
-        for name in _tensors_of(self._index.values[key]):
+        for name in tensors_in(self._index.values[key]):
             stored = self._index.tensors.get(name)
             if stored is not None and name not in self._tensors:
                 self._tensors[name] = torch.empty(stored.shape, dtype=stored.torch_dtype)
@@ -92,7 +91,7 @@ class Goal:
         known = {*self._index.tensors, *self._index.ties, *self._index.values}
         stored = {key for key in known if key.startswith(prefix)}
         values = {key: value for key, value in self._index.values.items() if key.startswith(prefix)}
-        stored.difference_update(key for value in values.values() for key in _tensors_of(value))
+        stored.difference_update(key for value in values.values() for key in tensors_in(value))
         stored.update(values)
         used: set[str] = set()
         missing, faults = [], []
@@ -107,7 +106,7 @@ class Goal:
                 self.take_value(sources[0])
                 self._of_module.setdefault(prefix, []).append((key, sources[0]))
             else:
-                faults.append(self._add_tensor(inventory.tensors[key], sources, choice))
+                faults.append(self._add_tensor(prefix, inventory.tensors[key], sources, choice))
         unexpected = [] if choice.only is not None else [k.removeprefix(prefix) for k in stored - used]
         self.missing += missing
         self.unexpected += unexpected
@@ -133,12 +132,13 @@ class Goal:
                 return [prefix + source]
         return [key for key in keys if key in stored]
 
-    def _add_tensor(self, held: Held, sources: list[str], choice: Choice) -> str:
+    def _add_tensor(self, prefix: str, held: Held, sources: list[str], choice: Choice) -> str:
         """What keeps it from being loaded, "" for nothing."""
-        name = held.key.partition("/")[2]
-        of = {self._index.ties.get(key, key) for key in sources}
-        if len(of) > 1:
-            return f"{' and '.join(sorted(one.partition('/')[2] for one in of))} are one tensor in the model, not there"
+        name = held.key.removeprefix(prefix)
+        of = sorted({self._index.ties.get(key, key) for key in sources})
+        if len({_contents(self._index.tensors[key]) for key in of if key in self._index.tensors}) > 1:
+            names = " and ".join(one.removeprefix(prefix) for one in of)
+            return f"{names} are one tensor in the model, and their values differ"
         found = self.stored(sources[0])
         if found is None:
             return f"{name} is no tensor in the checkpoint"
@@ -250,15 +250,7 @@ def _can_cast(found: StoredTensor, dtype: torch.dtype) -> bool:
     return found.torch_dtype.is_floating_point and dtype.is_floating_point
 
 
-def _tensors_of(value: Any) -> Iterator[str]:
-    """The keys of the tensors in an encoded value."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            key = one.get("key")
-            if one.get("__kind__") == "tensor" and isinstance(key, str):
-                yield key
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
+def _contents(stored: StoredTensor) -> tuple[Any, ...]:
+    """What two tensors share that are one, as far as an index tells."""
+    pieces = sorted((piece.box, piece.checksums) for piece in stored.pieces)
+    return stored.dtype, tuple(stored.shape), tuple(pieces)

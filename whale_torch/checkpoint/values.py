@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from whale_torch.comm.absent import Placed
 from whale_torch.errors import CheckpointError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "tensors_in"]
 
 _KIND = "__kind__"
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -168,3 +168,17 @@ def _is(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{type(value).__name__} for {kind.__name__}")
     return value
+
+
+def tensors_in(value: Any) -> Iterator[str]:
+    """The keys of the tensors in an encoded value."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            key = one.get("key")
+            if one.get(_KIND) == "tensor" and isinstance(key, str):
+                yield key
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one

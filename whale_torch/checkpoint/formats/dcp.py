@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,9 @@ from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.formats.source import Composed, Entry, InFiles, InMemory, Part, Range, Source, chunks_of
 from whale_torch.checkpoint.formats.torch_files import load_torch
+from whale_torch.checkpoint.formats.trees import optimizer_tree, optimizers_in, plain, tensors_of_values
 from whale_torch.checkpoint.formats.unpickling import read_pickle, restricted
-from whale_torch.checkpoint.values import decode, encode
+from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError
 
 __all__ = ["is_dcp", "read_dcp", "write_dcp"]
@@ -148,24 +149,31 @@ class _Reading:
         paths = {fqn: tuple(self._names.get(fqn, _split(fqn))) for fqn in self._items}
         alone = not any(path[0] in _MODEL_KEYS for path in paths.values())
         rest: dict[str, Any] = {}
-        groups: dict[tuple[Any, ...], Any] = {}
+        groups: dict[str, dict[tuple[str, str], Any]] = {}
+        ours = None
         for fqn, path in paths.items():
             key = _key(path, fqn, alone)
             item = self._items[fqn]
-            if hasattr(item, "__dict__") and "size" in item.__dict__:
+            is_tensor = hasattr(item, "__dict__") and "size" in item.__dict__
+            if key is not None and (of := _option(path)) is not None:
+                name = f"{key}/{of[0]}/options/{of[1]}"
+                if is_tensor:
+                    source.tensors[name] = self._entry(fqn, item)
+                told = {"__kind__": "tensor", "key": name} if is_tensor else encode(self._value(fqn), name, {})
+                groups.setdefault(key, {})[of] = told
+            elif is_tensor:
                 source.tensors[key or f"extra/{fqn}"] = self._entry(fqn, item)
                 if key is None:
                     rest[fqn] = {"__kind__": "tensor", "key": f"extra/{fqn}"}
             elif path == (_OURS, "values"):
-                self._ours(source, fqn)
-            elif key == "optimizer/groups":
-                groups[path[2:]] = self._value(fqn)
+                ours = fqn
             elif key is not None:
                 source.values[key] = encode(self._value(fqn), key, {})
             else:
                 rest[fqn] = encode(self._value(fqn), fqn, {})
-        if groups:
-            source.values["optimizer/groups"] = encode(_groups(groups), "optimizer/groups", {})
+        source.values |= {key: _groups(told) for key, told in groups.items()}
+        if ours is not None:
+            self._ours(source, ours)
         for key, first in source.ties.items():
             if first in source.tensors:
                 source.tensors.pop(key, None)
@@ -233,9 +241,9 @@ def _key(path: tuple[Any, ...], fqn: str, alone: bool) -> str | None:
     if path[0] in _MODEL_KEYS and len(path) > 1:
         return "model/" + ".".join(map(str, path[1:]))
     if path[0] in _OPTIMIZER_KEYS and len(path) > 1:
-        rest = path[1:]
-        if rest[0] == "param_groups":
-            return "optimizer/groups"
+        rest, prefix = _of_optimizer(path)
+        if _option(path) is not None:
+            return f"{prefix}groups"
         if rest[0] == "state" and len(rest) == 3:
             name, state = rest[1], rest[2]
         else:
@@ -245,38 +253,71 @@ def _key(path: tuple[Any, ...], fqn: str, alone: bool) -> str | None:
                 f"'{fqn}' is of an optimizer that knows its parameters by numbers.",
                 fix="save what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives: it has names",
             )
-        return f"optimizer/{name}/{state}"
+        return f"{prefix}{name}/{state}"
     return f"model/{fqn}" if alone else None
 
 
-def _groups(told: Mapping[tuple[Any, ...], Any]) -> list[Any]:
-    """Groups of an optimizer from what DCP has under (number, option), or torch's flattening under (name.option)."""
-    found: dict[Any, dict[str, Any]] = {}
-    for path, value in told.items():
-        if len(path) != 2 or not str(path[0]).isdigit():
-            raise CheckpointError(f"param_groups has {path}, which is not understood.", fix="leave options unflattened")
-        found.setdefault(int(path[0]), {})[path[1]] = value
-    return [
-        {"params": group["params"], "options": {k: v for k, v in group.items() if k not in ("params", "param_names")}}
-        for _, group in sorted(found.items())
-    ]
+def _of_optimizer(path: tuple[Any, ...]) -> tuple[tuple[Any, ...], str]:
+    """What follows in a path of an optimizer's, and our prefix: one of several is under its name."""
+    if len(path) == 5 and path[2] in ("state", "param_groups"):
+        return path[2:], f"optimizer/@{path[1]}/"
+    return path[1:], "optimizer/"
+
+
+def _option(path: tuple[Any, ...]) -> tuple[str, str] | None:
+    """The number of a group, or by torch's flattening the name of a parameter, and the option that a path is of."""
+    if path[0] not in _OPTIMIZER_KEYS or len(path) < 2:
+        return None
+    rest, _ = _of_optimizer(path)
+    if rest[0] == "param_groups" and len(rest) == 3:
+        return str(rest[1]), str(rest[2])
+    flat = ".".join(map(str, rest))
+    if not flat.startswith("param_groups."):
+        return None
+    name, _, option = flat.removeprefix("param_groups.").rpartition(".")
+    return name, option
+
+
+def _groups(told: Mapping[tuple[str, str], Any]) -> list[Any]:
+    """Groups of an optimizer from options by numbers of groups, or by names of parameters."""
+    found: dict[str, dict[str, Any]] = {}
+    for (of, option), value in told.items():
+        found.setdefault(of, {})[option] = value
+    if all(of.isdigit() for of in found):
+        order = sorted(found, key=int)
+        names = [found[of].pop("params") for of in order]
+        return [{"params": p, "options": _without(found[of])} for of, p in zip(order, names, strict=True)]
+    groups: dict[str, dict[str, Any]] = {}
+    for name, options in found.items():
+        group = groups.setdefault(json.dumps(_without(options)), {"params": [], "options": _without(options)})
+        group["params"].append(name)
+    return list(groups.values())
+
+
+def _without(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in ("params", "param_names")}
 
 
 def write_dcp(files: Files, folder: Path, source: Source) -> None:
     """Writes model, optimizer and the rest; of a tie both names, of one record."""
     from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and seldom needed
 
-    entries = {_path(key): entry for key, entry in source.tensors.items()}
-    told = {key: value for key, value in source.values.items() if not _is_plain(key)}
-    ours = {"values": told, "ties": source.ties, "step": source.step}
-    values: dict[tuple[str | int, ...], Any] = {(_OURS, "values"): json.dumps(ours)}
+    ours = {"values": source.values, "ties": source.ties, "step": source.step}
+    found: dict[_Path, Any] = {(_OURS, "values"): json.dumps(ours)}
+    inside = tensors_of_values(source)
+    placed = {key for key in source.tensors if key.startswith("model/") and key not in inside}
+    found |= {_path(key): source.tensors[key] for key in placed}
+    for prefix in optimizers_in(source):
+        if prefix.startswith("optimizer/"):
+            of, keys = _optimizer(source, prefix)
+            found |= of
+            placed |= keys
+    found |= {(_OURS, key): one for key, one in source.tensors.items() if key not in placed}
     for key, value in source.values.items():
-        if key == "optimizer/groups":
-            for number, group in enumerate(decode(value, {})):
-                for name, one in {**group["options"], "params": group["params"]}.items():
-                    values["optimizer", "param_groups", number, name] = one
-        elif _is_plain(key):
-            values[_path(key)] = decode(value, {name: source.tensors[name].read() for name in _tensors_in(value)})
+        if key.startswith("model/") and key not in source.tensors:
+            found[_path(key)] = plain(value, source.tensors)
+    entries = {path: one for path, one in found.items() if isinstance(one, Entry)}
+    values = {path: _in_memory(one) for path, one in found.items() if path not in entries}
     ties = {_fqn(_path(key)): _fqn(_path(first)) for key, first in source.ties.items()}
     planner = _planner(entries, values, {_fqn(_path(key)): _path(key) for key in source.ties})
     with warnings.catch_warnings():
@@ -284,40 +325,43 @@ def write_dcp(files: Files, folder: Path, source: Source) -> None:
         save({}, storage_writer=_writer(folder, ties), planner=planner, no_dist=True)
 
 
-def _path(key: str) -> tuple[str, ...]:
-    """Where DCP has what we have under a key: as torch's get_state_dict nests it."""
-    first, _, rest = key.partition("/")
-    if first == "model":
-        return ("model", rest)
-    if first == "optimizer":
-        return ("optimizer", "state", *rest.rsplit("/", 1))
-    return (_OURS, key)
+_Path = tuple[str | int, ...]
 
 
-def _fqn(path: tuple[str | int, ...]) -> str:
+def _optimizer(source: Source, prefix: str) -> tuple[dict[_Path, Any], set[str]]:
+    """An optimizer as torch's get_state_dict nests it, and the keys of the tensors in it."""
+    name = prefix.removeprefix("optimizer/@").removesuffix("/")
+    outer = ("optimizer",) if prefix == "optimizer/" else ("optimizer", name)
+    state, groups = optimizer_tree(source, prefix)
+    found: dict[_Path, Any] = {}
+    for number, group in enumerate(groups):
+        found |= {(*outer, "param_groups", number, option): one for option, one in group.items()}
+    keys = set()
+    for parameter, of in state.items():
+        found |= {(*outer, "state", parameter, kind): one for kind, one in of.items()}
+        keys |= {f"{prefix}{parameter}/{kind}" for kind, one in of.items() if isinstance(one, Entry)}
+    return found, keys & source.tensors.keys()
+
+
+def _path(key: str) -> _Path:
+    """Where DCP has what we have under a key."""
+    return ("model", key.removeprefix("model/")) if key.startswith("model/") else (_OURS, key)
+
+
+def _fqn(path: _Path) -> str:
     return ".".join(map(str, path))
 
 
-def _is_plain(key: str) -> bool:
-    return key.startswith(("model/", "optimizer/"))
+def _in_memory(value: Any) -> Any:
+    """Plain data with the tensors that are in it."""
+    if isinstance(value, Entry):
+        return value.read()
+    if isinstance(value, Mapping):
+        return {key: _in_memory(one) for key, one in value.items()}
+    return type(value)(map(_in_memory, value)) if isinstance(value, list | tuple | set) else value
 
 
-def _tensors_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        if value.get("__kind__") == "tensor":
-            yield value["key"]
-        for one in value.values():
-            yield from _tensors_in(one)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _tensors_in(one)
-
-
-def _planner(
-    entries: Mapping[tuple[str, ...], Entry],
-    values: Mapping[tuple[str | int, ...], Any],
-    ties: Mapping[str, tuple[str, ...]],
-) -> Any:
+def _planner(entries: Mapping[_Path, Entry], values: Mapping[_Path, Any], ties: Mapping[str, _Path]) -> Any:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import (

@@ -18,6 +18,7 @@ from torch import Tensor
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.formats.source import Entry, InMemory, Source, chunks_of
+from whale_torch.checkpoint.formats.trees import plain
 from whale_torch.checkpoint.index import CHUNK_BYTES
 from whale_torch.checkpoint.payload import bytes_of
 from whale_torch.checkpoint.values import encode
@@ -25,10 +26,11 @@ from whale_torch.errors import CheckpointError, first_line
 
 __all__ = [
     "EXTRA", "MODEL", "OPTIMIZER", "is_torch_folder", "load_torch", "read_torch_file", "read_torch_folder",
-    "state_dict_of", "write_torch",
+    "rest_of", "state_dict_of", "write_torch",
 ]  # fmt: skip
 
 MODEL, OPTIMIZER, EXTRA = "model.pt", "optimizer.pt", "extra.pt"
+_OURS = "whale_torch"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
@@ -94,9 +96,9 @@ def read_torch_folder(path: Path) -> Source:
     if (path / MODEL).is_file():
         _add_model(source, state_dict_of(load_torch(path / MODEL), path / MODEL), path / MODEL)
         if (path / OPTIMIZER).is_file():
-            _add_optimizer(source, load_torch(path / OPTIMIZER), path / OPTIMIZER)
+            _add_optimizers(source, load_torch(path / OPTIMIZER), path / OPTIMIZER)
         if (path / EXTRA).is_file():
-            _add_extra(source, load_torch(path / EXTRA))
+            _add_extra(source, load_torch(path / EXTRA), path / EXTRA)
         return source
     files = [path / _BIN]
     if (path / _BIN_INDEX).is_file():
@@ -133,16 +135,46 @@ def _add_values(source: Source, key: str, value: Any) -> None:
     source.tensors |= {name: InMemory(one) for name, one in tensors.items()}
 
 
-def _add_extra(source: Source, data: Mapping[str, Any]) -> None:
-    source.step = data.get("step")
-    _add_values(source, "extra", data.get("extra", {}))
-    for name, state in data.get("states", {}).items():
-        _add_values(source, f"states/{name}", state)
+def rest_of(source: Source, states: Mapping[str, Any]) -> dict[str, Any]:
+    """What beside model and optimizer a folder has: as a user reads it, and under "whale_torch" as it is read here."""
+    told = {"values": source.values, "ties": source.ties}
+    tensors = {key: one for key, one in source.tensors.items() if not key.startswith(("model/", "optimizer/"))}
+    extra = plain(source.values.get("extra", {}), source.tensors)
+    ours = {"index": json.dumps(told), "tensors": tensors}
+    return {"step": source.step, "extra": extra, "states": states, _OURS: ours}
 
 
-def _add_optimizer(source: Source, state: Mapping[str, Any], path: Path) -> None:
+def _add_extra(source: Source, data: Mapping[str, Any], path: Path) -> None:
+    try:
+        source.step = data.get("step")
+        if _OURS not in data:
+            _add_values(source, "extra", data.get("extra", {}))
+            for name, state in data.get("states", {}).items():
+                _add_values(source, f"states/{name}", state)
+            return
+        told = json.loads(data[_OURS]["index"])
+        source.tensors |= {str(key): InMemory(one) for key, one in data[_OURS]["tensors"].items()}
+        source.values |= told["values"]
+        source.ties |= told["ties"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is no {EXTRA} of a conversion: {type(error).__name__}: {first_line(error)}.",
+            fix="convert again, or remove it",
+        ) from error
+
+
+def _add_optimizers(source: Source, state: Any, path: Path) -> None:
+    """One, or several by their names."""
+    if isinstance(state, Mapping) and "param_groups" not in state and all(isinstance(k, str) for k in state):
+        for name, one in state.items():
+            _add_optimizer(source, one, path, f"optimizer/@{name}/")
+    else:
+        _add_optimizer(source, state, path)
+
+
+def _add_optimizer(source: Source, state: Any, path: Path, prefix: str = "optimizer/") -> None:
     """An optimizer's state_dict, by the names of its parameters."""
-    groups = state.get("param_groups")
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
     if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
         raise CheckpointError(f"the optimizer in {path} has no state and param_groups.", fix="its state_dict()")
     names = _names(source, groups, state["state"], path)
@@ -152,12 +184,12 @@ def _add_optimizer(source: Source, state: Mapping[str, Any], path: Path) -> None
         told.append({"params": [names[number] for number in group["params"]], "options": options})
     for number, values in state["state"].items():
         for name, value in values.items():
-            key = f"optimizer/{names[number]}/{name}"
+            key = f"{prefix}{names[number]}/{name}"
             if isinstance(value, Tensor):
                 source.tensors[key] = InMemory(value)
             else:
                 _add_values(source, key, value)
-    _add_values(source, "optimizer/groups", told)
+    _add_values(source, f"{prefix}groups", told)
 
 
 def _names(source: Source, groups: list[Any], state: Mapping[Any, Any], path: Path) -> dict[Any, str]:
@@ -224,8 +256,8 @@ def _shown(tree: Any, made: dict[int, tuple[Entry, Tensor]]) -> Any:
         shown = type(tree)() if isinstance(tree, dict) else {}
         shown.update((key, _shown(one, made)) for key, one in tree.items())
         return shown
-    if isinstance(tree, list):
-        return [_shown(one, made) for one in tree]
+    if isinstance(tree, list | tuple | set):
+        return type(tree)(_shown(one, made) for one in tree)
     return tree
 
 
