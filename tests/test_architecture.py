@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"comm"},
     {"scopes", "annotation", "capture", "by_name", "trace", "planning"},
     {"strategies", "moe", "recomputation", "offload", "optim", "checkpoint"},
-    {"apply", "rehearsal", "profiling", "state", "metrics", "data", "simulate.run", "simulate"},
+    {"apply", "rehearsal", "profiling", "state", "metrics", "data", "positions", "simulate.run", "simulate"},
     {"", "__main__", "integrations"},
 ]
 PURE, STRATEGIES = 3, 4

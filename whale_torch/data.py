@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import inspect
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Callable, Iterator, MutableMapping, Sized
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from torch.utils.data import DistributedSampler, Sampler, default_collate
 
 from whale_torch.errors import CheckpointError, LayoutError, PlanError
 from whale_torch.planning.layout import balanced
+from whale_torch.positions import Positioned
 from whale_torch.strategies.runtime import runtime_of
 
-__all__ = ["BatchSampler", "batch_sampler", "data_rank", "sampler"]
-
-Batch = TypeVar("Batch")
+__all__ = ["BatchSampler", "PaddedSampler", "batch_sampler", "data_rank", "sampler"]
 
 
 def data_rank(model: nn.Module) -> tuple[int, int]:
@@ -42,14 +41,15 @@ def _feed_of(model: nn.Module, what: str) -> tuple[int, int]:
 
 def sampler(
     model: nn.Module, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
-) -> DistributedSampler[Any]:
+) -> PaddedSampler:
     """torch's DistributedSampler with this plan's numbers; it pads (or, with drop_last, drops) to equal sizes.
 
-    Raises PlanError for a model that is not parallelized.
+    Its state_dict says where the epoch stands, for any number of feeds. Raises PlanError for a model that is not
+    parallelized.
     """
     index, count = _feed_of(model, "wh.sampler")
     _check_sized(dataset, "wh.sampler")
-    return DistributedSampler(dataset, count, index, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+    return PaddedSampler(dataset, count, index, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
 def batch_sampler(
@@ -91,7 +91,7 @@ def _check_sized(dataset: Any, what: str) -> None:
         )
 
 
-class BatchSampler(Sampler[list[int]]):
+class BatchSampler(Positioned, Sampler[list[int]]):
     """This feed's indices of each global batch of an epoch; wh.batch_sampler makes it.
 
     epoch: seeds the order. An iterator that is read to its end moves on to the next epoch; set_epoch goes to any.
@@ -110,19 +110,18 @@ class BatchSampler(Sampler[list[int]]):
         collate_fn: Callable[[list[Any]], Any],
     ):
         self.dataset, self.batch_size, self.index, self.count = dataset, batch_size, index, count
-        self.shuffle, self.seed, self.drop_last, self.epoch = shuffle, seed, drop_last, 0
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self._collate = _Collate(dataset, collate_fn)
         self._collates = self._takes_empty = False
-        self._start = 0  # samples of this epoch that the next iterator skips
-        self._position = 0  # where the last iterator began
-        self._handed = 0  # batches it handed out
-        self._taken: int | None = None  # of those, what a loop has taken, where that is counted
-        self._ahead = False  # the workers of a DataLoader read it
-        self._ended = False  # it has no more
+        self._stand_at(0)
 
     @property
     def global_batch_size(self) -> int:
         return self.batch_size * self.count
+
+    @property
+    def _unit(self) -> int:
+        return self.global_batch_size
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any]:
@@ -139,7 +138,7 @@ class BatchSampler(Sampler[list[int]]):
         """Chooses the order of the next iterator. An epoch in which a loaded state stands goes on where it stood."""
         self._ended = False
         if epoch != self.epoch:
-            self.epoch, self._start, self._position, self._handed, self._taken = epoch, 0, 0, 0, None
+            self._stand_at(epoch)
 
     def allow_empty(self) -> BatchSampler:
         """Says that the reader can take an index list of 0 entries, as `data[rows]` of a tensor can."""
@@ -150,8 +149,7 @@ class BatchSampler(Sampler[list[int]]):
         total = len(self.dataset)
         if self._ended:
             self.epoch += 1
-        self._position, self._handed, self._ended = self._start, 0, False  # a DataLoader with workers asks twice
-        self._taken, self._ahead = None, _workers_ask()
+        self._begin()
         self._collate.made = 0
         rest = (total - self._position) % self.global_batch_size
         if 0 < rest < self.count and not self.drop_last and not self._takes_empty:
@@ -163,16 +161,6 @@ class BatchSampler(Sampler[list[int]]):
             )
         return self._batches(self._order(total), self._position)
 
-    def counted(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches, counted as the loop takes them: what state_dict() tells then, inside the loop and
-        behind it, however far workers have read ahead. The batch that the loop is at counts as trained on.
-
-            for x, y in batches.counted(loader):
-        """
-        for number, batch in enumerate(loader, 1):
-            self._taken = number
-            yield batch
-
     def _batches(self, order: Tensor, start: int) -> Iterator[list[int]]:
         size = self.global_batch_size
         stop = len(order) - ((len(order) - start) % size if self.drop_last else 0)
@@ -180,9 +168,9 @@ class BatchSampler(Sampler[list[int]]):
             rows = order[first : min(first + size, stop)]
             widths = balanced(len(rows), self.count)
             before = sum(widths[: self.index])
-            self._start, self._handed = 0, self._handed + 1
+            self._hand()
             yield rows[before : before + widths[self.index]].tolist()
-        self._start, self._ended = 0, True
+        self._end()
 
     def _order(self, total: int) -> Tensor:
         if not self.shuffle:
@@ -191,56 +179,126 @@ class BatchSampler(Sampler[list[int]]):
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
 
+    def _in_a_batch(self, loader: object) -> int:
+        return 1
+
+    def _read_ahead(self) -> bool:
+        return self._ahead or (self._collates and self._collate.made != self._handed)
+
     def state_dict(self, *, num_batches: int | None = None) -> dict[str, Any]:
         """Where the epoch stands, in samples: equal on every rank, and good for another number of feeds or batch size.
 
         num_batches: batches of this iterator that were trained on; default: those that `counted` saw, or else those
         handed out. Raises CheckpointError where the workers of a DataLoader are seen to have read ahead.
         """
-        if num_batches is None:
-            num_batches = self._taken
-        if num_batches is None:
-            num_batches = self._handed
+        consumed = self._consumed(num_batches)
+        if consumed is None:
             made = f", of which {self._collate.made} were made in this process" if self._collates else ""
-            if (self._collates and self._collate.made != num_batches) or self._ahead:
-                raise CheckpointError(
-                    f"{num_batches} batches were handed out{made}: the workers of a DataLoader read ahead of the "
-                    "training loop.",
-                    fix="for batch in batches.counted(loader): counts what the loop takes; or "
-                    "batches.state_dict(num_batches=...)",
-                )
-        consumed = min(self._position + num_batches * self.global_batch_size, len(self.dataset))
-        return {"epoch": self.epoch, "consumed": max(consumed, self._start), **self._identity()}
+            raise CheckpointError(
+                f"{self._handed} batches were handed out{made}: the workers of a DataLoader read ahead of the "
+                "training loop.",
+                fix="for batch in batches.counted(loader): counts what the loop takes; or "
+                "batches.state_dict(num_batches=...)",
+            )
+        return {"epoch": self.epoch, "consumed": consumed, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lets the next iterator go on behind what was consumed.
 
         Raises CheckpointError where the order of samples is another: length, shuffle or seed differ.
         """
-        for key, mine in self._identity().items():
-            if state.get(key) != mine:
-                raise CheckpointError(
-                    f"the state counts samples of an order with {key} {state.get(key)!r}, here it is {mine!r}.",
-                    fix=f"build wh.batch_sampler with the same {key}, or begin a new epoch: batches.set_epoch(...)",
-                )
-        self.epoch, self._start = state["epoch"], state["consumed"]
-        self._position, self._handed, self._taken, self._ended = 0, 0, None, False
-        left = len(self.dataset) - self._start
-        if left < (self.global_batch_size if self.drop_last else 1):
-            self.epoch, self._start = self.epoch + 1, 0
+        self._check_order(state, self._identity())
+        epoch, consumed = state["epoch"], state["consumed"]
+        self._stand_at(*((epoch + 1, 0) if self._is_over(consumed) else (epoch, consumed)))
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_samples": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
+        of = {"num_samples": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
+        return {**of, "sampler": "wh.batch_sampler"}
 
 
-def _workers_ask() -> bool:
-    """Whether a DataLoader with workers asks for an iterator: it is told from one without by its class alone."""
-    frame = inspect.currentframe()
-    for _ in range(4):
-        frame = frame and frame.f_back
-        if frame and type(frame.f_locals.get("self")).__name__ == "_MultiProcessingDataLoaderIter":
-            return True
-    return False
+class PaddedSampler(Positioned, DistributedSampler[Any]):
+    """torch's DistributedSampler, of which an epoch can go on where it stood; wh.sampler makes it.
+
+    epoch: seeds the order. As torch's it moves on by set_epoch alone.
+    """
+
+    def __init__(self, dataset: Any, count: int, index: int, *, shuffle: bool, seed: int, drop_last: bool):
+        super().__init__(dataset, count, index, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self._set = False  # whether the loop sets epochs
+        self._stand_at(0)
+
+    @property
+    def _unit(self) -> int:
+        return self.num_replicas
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next iterator. An epoch in which a loaded state stands goes on where it stood."""
+        self._set = True
+        if epoch != self.epoch:
+            self._stand_at(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        self._begin()
+        return self._indices(self._order(), self._position)
+
+    def _indices(self, order: list[int], start: int) -> Iterator[int]:
+        rest = order[start:]
+        over = len(rest) % self.num_replicas
+        if over and self.drop_last:
+            rest = rest[:-over]
+        elif over:
+            rest += itertools.islice(itertools.cycle(order), self.num_replicas - over)
+        for index in rest[self.rank :: self.num_replicas]:
+            self._hand()
+            yield index
+        self._end()
+
+    def _order(self) -> list[int]:
+        total = len(self.dataset)
+        if not self.shuffle:
+            return list(range(total))
+        return torch.randperm(total, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+
+    def _in_a_batch(self, loader: object) -> int:
+        batches = getattr(loader, "batch_sampler", None)
+        size = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None)
+        if size is None and (batches is not None or not hasattr(loader, "batch_size")):
+            raise PlanError(
+                f"how many samples a batch of this {type(loader).__name__} has is not known.",
+                fix="DataLoader(dataset, batch_size=..., sampler=sampler), or sampler.state_dict(num_samples=...)",
+            )
+        return size or 1
+
+    def state_dict(self, *, num_samples: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, in samples of all feeds: equal on every rank, and good for another number of feeds.
+
+        num_samples: samples of this feed that this iterator handed out and that were trained on; default: those that
+        `counted` saw, or else all handed out. Raises CheckpointError where the workers of a DataLoader are seen to
+        have read ahead.
+        """
+        consumed = self._consumed(num_samples)
+        if consumed is None:
+            raise CheckpointError(
+                f"{self._handed} samples were handed out: the workers of a DataLoader read ahead of the training loop.",
+                fix="for batch in sampler.counted(loader): counts what the loop takes; or "
+                "sampler.state_dict(num_samples=...)",
+            )
+        return {"epoch": self.epoch, "consumed": consumed, "set": self._set, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Lets the next iterator go on behind what was consumed, at the beginning of the next epoch if that was all.
+
+        Raises CheckpointError where the order of samples is another: length, shuffle or seed differ.
+        """
+        self._check_order(state, self._identity())
+        epoch, consumed, self._set = state["epoch"], state["consumed"], state["set"]
+        if self._is_over(consumed):
+            epoch, consumed = epoch + self._set, 0
+        self._stand_at(epoch, consumed)
+
+    def _identity(self) -> dict[str, Any]:
+        of = {"num_samples": len(self.dataset), "shuffle": self.shuffle, "seed": self.seed}
+        return {**of, "sampler": "wh.sampler"}
 
 
 class _Collate:

@@ -118,6 +118,8 @@ class Contents:
         for key, value in (counting | ({"extra": dict(extra)} if first else {})).items():
             self._add(key, value)
         self.digests = {key: _digest(key, value) for key, value in self._of_rank.items()}
+        alike = (key for key, state in parts.states.items() if getattr(state, "alike_on_all_ranks", False))
+        self.alike = {key: json.dumps(self._of_rank[key]) for key in alike}
 
     def _add(self, key: str, value: Any) -> None:
         tensors: dict[str, Tensor] = {}
@@ -139,28 +141,35 @@ def settled(contents: Contents, ranks: Ranks, what: str) -> Inventory:
     things.
     """
     mine = contents.inventory
-    told = ranks.gather([list(contents.feed), contents.digests, mine.ties])
+    told = ranks.gather([list(contents.feed), contents.digests, mine.ties, contents.alike])
     differ = {key for key in contents.digests if any(one[1].get(key) != contents.digests[key] for one in told)}
 
     def check() -> None:
-        for rank, (_, digests, _) in enumerate(told):
+        for rank, (_, digests, _, alike) in enumerate(told):
             if digests.keys() != told[0][1].keys():
                 odd = sorted(digests.keys() ^ told[0][1].keys())[0].rpartition("/")[2]
                 raise CheckpointError(
                     f"ranks save different states: '{odd}' is on one of ranks 0 and {rank} alone.",
                     fix="give wh.save the same on every rank",
                 )
+            for key, text in told[0][3].items():
+                if alike.get(key, text) != text:
+                    raise CheckpointError(
+                        f"'{key.rpartition('/')[2]}' differs between ranks: on rank 0 it is {text}, on rank {rank} "
+                        f"{alike[key]}.",
+                        fix="build it alike on all ranks and save behind the same step; a position is that of all",
+                    )
         contents.add_states(differ, ranks)
 
     ranks.run(what, check)
-    for _, _, ties in told:
+    for _, _, ties, _ in told:
         for key, first in ties.items():
             mine.ties.setdefault(key, first)
     for key in mine.ties:
         mine.tensors.pop(key, None)
     if differ:
         mine.values[BY_RANK] = sorted(differ)
-    mine.values[FEEDS] = [feed for feed, _, _ in told]
+    mine.values[FEEDS] = [feed for feed, *_ in told]
     further = {k: v for k, v in mine.values.items() if ranks.index and not k.endswith(_GROUPS) and k not in _OF_ALL}
     for others in ranks.gather(further):
         for key, value in others.items():
