@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whale_torch.checkpoint.boxes import Box, boxes_of, in_local, overlap, runs, split_rows
+from whale_torch.checkpoint.boxes import Box, blocks, boxes_of, in_local, overlap, runs, split_rows
 from whale_torch.checkpoint.share import share
 from whale_torch.planning.layout import Shard
 
@@ -94,6 +94,23 @@ def test_rows_are_split_without_a_rest(shape: tuple[int, ...], most: int) -> Non
     assert numbers == _numbers(shape).flatten().tolist()
     row = Box.whole(shape).numel // shape[0] if shape and shape[0] else 0
     assert all(part.numel <= max(most, row) for part in parts) or not shape
+
+
+def test_blocks_are_wide() -> None:
+    assert [block.size for block in blocks(Box.whole((7, 4)), 10)] == [(2, 4), (2, 4), (2, 4), (1, 4)]
+    assert [block.size for block in blocks(Box.whole((1, 2, 7)), 5)] == [(1, 1, 5), (1, 1, 2)] * 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_are_in_order_and_small(seed: int) -> None:
+    draw = random.Random(seed)
+    size = tuple(draw.randint(0, 5) for _ in range(draw.randint(0, 4)))
+    box, most = Box(tuple(draw.randint(0, 3) for _ in size), size), draw.randint(1, 20)
+    found = list(blocks(box, most))
+    shape = tuple(a + n for a, n in zip(box.start, box.size, strict=True))
+    numbers = [n for part in found for n in _at(_numbers(shape), part).flatten().tolist()]
+    assert numbers == _at(_numbers(shape), box).flatten().tolist()
+    assert all(part.numel <= most for part in found)
 
 
 @pytest.mark.parametrize("seed", range(10))

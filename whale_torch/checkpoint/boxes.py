@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from whale_torch.planning.layout import Shard
 
-__all__ = ["Box", "Run", "boxes_of", "in_local", "overlap", "runs", "split_rows"]
+__all__ = ["Box", "Run", "blocks", "boxes_of", "in_local", "overlap", "runs", "split_rows"]
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -86,6 +86,19 @@ def split_rows(box: Box, most: int) -> list[Box]:
         Box((box.start[0] + first, *box.start[1:]), (min(rows, box.size[0] - first), *box.size[1:]))
         for first in range(0, box.size[0], rows)
     ]
+
+
+def blocks(box: Box, most: int) -> Iterator[Box]:
+    """A box in boxes of at most so many elements, each as wide as can be; in the order of their elements."""
+    if box.numel <= most:
+        yield box
+        return
+    dim = next(d for d, n in enumerate(box.size) if n > 1)
+    rows = max(1, most // (box.numel // box.size[dim]))
+    for first in range(0, box.size[dim], rows):
+        start, size = list(box.start), list(box.size)
+        start[dim], size[dim] = start[dim] + first, min(rows, size[dim] - first)
+        yield from blocks(Box(tuple(start), tuple(size)), most)
 
 
 def runs(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from whale_torch.checkpoint.boxes import Box, overlap, runs
+from whale_torch.checkpoint.boxes import Box, blocks, overlap, runs
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredTensor
 from whale_torch.checkpoint.inventory import Held
@@ -31,6 +31,15 @@ class Wanted:
     key: str
     stored: StoredTensor
     held: Held
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block that a piece has and that is held: where it begins in the piece, and in the memory it goes to."""
+
+    size: tuple[int, ...]
+    at: tuple[int, ...]
+    to: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -66,48 +75,73 @@ class Reader:
 
     def read(self, wanted: Sequence[Wanted], *, check: bool = False) -> None:
         """Copies values, one tensor after the other. check: as `check` does, of memory that is not in use yet."""
-        ahead = _Ahead(self._files, self._folder, _touched(wanted) if check else {})
         present = [(one, one.held.values) for one in wanted if one.held.values is not None]
+        once = {id(one): check and _as_in_a_file(values, one.stored.torch_dtype) for one, values in present}
+        if check:
+            self.check([one for one, _ in present if not once[id(one)]])
+        ahead = _Ahead(self._files, self._folder, _touched([one for one, _ in present if once[id(one)]]))
         for one, values in sorted(present, key=lambda pair: _first_piece(pair[0])):
-            dtype = one.stored.torch_dtype
-            plain = values.is_contiguous() and not values.is_conj() and not values.is_neg()
-            direct = values.device.type == "cpu" and values.dtype is dtype and plain
-            memory = values if direct else torch.empty(values.shape, dtype=dtype)
             for file, pieces in _by_file(one.stored.pieces):
                 if any(overlap(piece.box, box) for piece in pieces for box, _ in one.held.boxes):
                     with self._open(file) as fd:
                         for piece in pieces:
-                            self._copy(fd, piece, one, memory, ahead if check else None)
-            if memory is not values:
-                values.copy_(memory)
+                            self._copy(fd, piece, one, values, ahead if once[id(one)] else None)
         torch.autograd.graph.increment_version([values for _, values in present])
 
-    def _copy(self, fd: int, piece: Piece, one: Wanted, memory: Tensor, ahead: _Ahead | None) -> None:
-        """Copies what is wanted of a piece, and checks its chunks where they are passed `ahead`."""
+    def _copy(self, fd: int, piece: Piece, one: Wanted, values: Tensor, ahead: _Ahead | None) -> None:
+        """What a piece has of what is held goes there: at once where memory is as the file is, else by way of half the
+        window, block by block."""
+        dtype = one.stored.torch_dtype
+        parts = list(_parts(one.held, piece))
+        if _as_in_a_file(values, dtype):
+            self._fill(fd, piece, one.key, parts, values, self._window, ahead)
+            return
+        half = len(self._window) // 2
+        for part in parts:
+            for block in blocks(Box(part.to, part.size), half // dtype.itemsize):
+                at = tuple(p + b - t for p, b, t in zip(part.at, block.start, part.to, strict=True))
+                data = torch.frombuffer(self._window[half:], dtype=torch.uint8)[: block.numel * dtype.itemsize]
+                made = data.view(dtype).view(block.size)
+                here = _Part(block.size, at, (0,) * len(block.size))
+                self._fill(fd, piece, one.key, [here], made, self._window[:half], None)
+                goal = values
+                for dim, (start, size) in enumerate(zip(block.start, block.size, strict=True)):
+                    goal = goal.narrow(dim, start, size)
+                goal.copy_(made)
+
+    def _fill(
+        self,
+        fd: int,
+        piece: Piece,
+        key: str,
+        parts: Sequence[_Part],
+        memory: Tensor,
+        window: memoryview,
+        ahead: _Ahead | None,
+    ) -> None:
+        """Copies parts of a piece, short runs by way of the window, and checks its chunks where `ahead` is given."""
         item, target = memory.element_size(), bytes_of(memory)
-        chunks = list(_chunks_of(one.key, piece, item))
-        in_window = -1
-        for box, local in one.held.boxes:
-            part = overlap(piece.box, box)
-            if part is None:
-                continue
-            at = [p - b for p, b in zip(part.start, piece.box.start, strict=True)]
-            to = [p - b + at for p, b, at in zip(part.start, box.start, local.start, strict=True)]
-            for run in runs(part.size, at, piece.box.size, to, tuple(memory.shape)):
+        total, unit, in_window = piece.box.numel * item, len(window), -1
+        chunks = [] if ahead is None else list(_chunks_of(key, piece, item))  # as long as the window
+        for part in parts:
+            for run in runs(part.size, part.at, piece.box.size, part.to, tuple(memory.shape)):
                 first = run.source * item
                 goal = target[run.target * item : (run.target + run.length) * item]
                 while goal:
-                    number, inside = divmod(first, CHUNK_BYTES)
-                    chunk = chunks[number]
-                    size = min(len(goal), chunk.size - inside)
-                    if size == chunk.size or (ahead is None and size >= _DIRECT_BYTES):
-                        self._read(fd, goal[:size], chunk, inside, ahead)
+                    number, inside = divmod(first, unit)
+                    whole = min(unit, total - number * unit)
+                    size = min(len(goal), whole - inside)
+                    chunk = chunks[number] if chunks else None
+                    if size == whole or (chunk is None and size >= _DIRECT_BYTES):
+                        self._read(fd, goal[:size], piece, key, first, chunk)
                     else:
                         if in_window != number:
-                            self._read(fd, self._window[: chunk.size], chunk, 0, ahead)
+                            self._read(fd, window[:whole], piece, key, number * unit, chunk)
                             in_window = number
-                        goal[:size] = self._window[inside : inside + size]
+                        goal[:size] = window[inside : inside + size]
                     goal, first = goal[size:], first + size
+                    if ahead is not None:
+                        ahead.passed(size)
 
     @contextlib.contextmanager
     def _open(self, file: str) -> Iterator[int]:
@@ -118,17 +152,17 @@ class Reader:
                 self._known.add(file)
             yield fd
 
-    def _read(self, fd: int, into: memoryview, chunk: _Chunk, inside: int, ahead: _Ahead | None) -> None:
-        read = self._files.read(fd, into, chunk.offset + inside)
-        if ahead is not None:
+    def _read(self, fd: int, into: memoryview, piece: Piece, key: str, first: int, chunk: _Chunk | None) -> None:
+        """Reads bytes of a piece, from its `first` on. chunk: what they are, to be checked."""
+        read = self._files.read(fd, into, piece.offset + first)
+        if chunk is not None:
             self._check(chunk, into[:read])
-            ahead.passed(chunk.size)
         elif read != len(into):
-            raise self._too_short(chunk)
+            raise self._too_short(piece.file, key, piece.offset + first + len(into))
 
     def _check(self, chunk: _Chunk, data: memoryview) -> None:
         if len(data) != chunk.size:
-            raise self._too_short(chunk)
+            raise self._too_short(chunk.file, chunk.key, chunk.offset + chunk.size)
         if checksum(data) != chunk.checksum:
             raise CheckpointError(
                 f"{self._folder / chunk.file} is damaged: chunk {chunk.number} of '{chunk.key}' (bytes {chunk.offset} "
@@ -136,11 +170,8 @@ class Reader:
                 fix=ANOTHER,
             )
 
-    def _too_short(self, chunk: _Chunk) -> CheckpointError:
-        end = chunk.offset + chunk.size
-        return CheckpointError(
-            f"{self._folder / chunk.file} is too short: '{chunk.key}' reaches to byte {end} of it.", fix=ANOTHER
-        )
+    def _too_short(self, file: str, key: str, end: int) -> CheckpointError:
+        return CheckpointError(f"{self._folder / file} is too short: '{key}' reaches to byte {end} of it.", fix=ANOTHER)
 
 
 class _Ahead:
@@ -163,6 +194,20 @@ class _Ahead:
             with open_payload(self._files, self._folder / file) as fd:
                 self._files.begin_read(fd, start, end - start)
             self._ahead += end - start
+
+
+def _as_in_a_file(values: Tensor, dtype: torch.dtype) -> bool:
+    plain = values.is_contiguous() and not values.is_conj() and not values.is_neg()
+    return values.device.type == "cpu" and values.dtype is dtype and plain
+
+
+def _parts(held: Held, piece: Piece) -> Iterator[_Part]:
+    for box, local in held.boxes:
+        part = overlap(piece.box, box)
+        if part is not None:
+            at = tuple(p - b for p, b in zip(part.start, piece.box.start, strict=True))
+            to = tuple(p - b + at for p, b, at in zip(part.start, box.start, local.start, strict=True))
+            yield _Part(part.size, at, to)
 
 
 def _first_piece(one: Wanted) -> tuple[str, int]:
