@@ -22,7 +22,7 @@ PACKAGE = ROOT / "whale_torch"
 # docs/design.md, section 4, bottom to top. A new module takes its place here first; a package stands for all in it.
 LAYERS: list[set[str]] = [
     {"errors", "names"},
-    {"ops", "mesh", "gloo", "exits", "cluster", "simulate.device"},
+    {"ops", "mesh", "gloo", "exits", "restarts", "cluster", "simulate.device"},
     {"comm"},
     {"scopes", "annotation", "capture", "by_name", "trace", "planning"},
     {"strategies", "moe", "recomputation", "offload", "optim", "checkpoint"},

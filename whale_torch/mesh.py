@@ -21,6 +21,7 @@ from whale_torch import gloo
 from whale_torch.cluster import Cluster
 from whale_torch.errors import PlanError
 from whale_torch.exits import failed, watch_exit
+from whale_torch.restarts import store_of_this_start
 
 __all__ = ["Group", "Mesh", "Surroundings", "TwoLevels", "start", "surroundings", "world_now"]
 
@@ -300,11 +301,21 @@ def start(device: torch.device | str | None = None, timeout: timedelta | None = 
             raise PlanError(
                 f"WORLD_SIZE is {world} but RANK is not set.", fix="start with torchrun --nproc-per-node N script.py"
             )
-        dist.init_process_group(_backend(device, "gloo"), timeout=timeout)
+        _join_world(_backend(device, "gloo"), timeout)
     rank = dist.get_rank()
     _end_with_process(ours=ours)
     watch_exit(rank)
     return Mesh(rank, world, device, _cluster_of_world(world, device), timeout)
+
+
+def _join_world(backend: str, timeout: timedelta) -> None:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[no-untyped-call]
+    store.set_timeout(timeout)
+    store = store_of_this_start(store, rank, world, timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
 
 
 def _integer(name: str, default: int) -> int:

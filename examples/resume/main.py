@@ -1,6 +1,6 @@
 """Trains through the death of a rank: torchrun starts all ranks again, and they go on from the last checkpoint.
 
-torchrun --standalone --max-restarts 3 --nproc-per-node 2 -m examples.resume.main RUN_DIR [--steps N] [--die-at N ...]
+torchrun --standalone --max-restarts 3 --nproc-per-node 2 -m examples.resume.main RUN_DIR [--die-at N ...] [--wait]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from examples.resume.model import Reader, digits
 EVERY = 5  # steps from one checkpoint to the next
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path, help="where checkpoints and losses.jsonl are kept")
     parser.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
@@ -30,11 +31,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--die-at", type=int, nargs="*", default=[], help="steps at which the last rank kills itself, one a life"
     )
-    return parser.parse_args()
+    parser.add_argument("--wait", action="store_true", help="wait for each checkpoint, instead of training meanwhile")
+    return parser.parse_args(given)
 
 
-def main() -> None:
-    args = arguments()
+def main(given: Sequence[str] | None = None) -> None:
+    args = arguments(given)
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     torch.manual_seed(0)
     model = wh.parallelize(Reader())
@@ -70,7 +72,7 @@ def main() -> None:
                 if first:
                     print(json.dumps({"life": life, "step": step, "loss": mean}), file=losses, flush=True)
                 if step % EVERY == 0:
-                    wh.save(args.run_dir, step=step, keep_last=2, wait=False, **state)
+                    wh.save(args.run_dir, step=step, keep_last=2, wait=args.wait, **state)
                 if step == args.steps:
                     break
     if first:

@@ -1,4 +1,4 @@
-"""The example under torchrun: a rank is killed twice, and the losses are those of a run that was left alone."""
+"""The example under torchrun: a rank is killed, and the losses are those of a run that was left alone."""
 
 from __future__ import annotations
 
@@ -10,30 +10,50 @@ from pathlib import Path
 
 import pytest
 
+from tests.world import world
+
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 ROOT = Path(__file__).parents[2]
+STEPS = 24
 
 
-def losses(run_dir: Path, *options: str) -> tuple[dict[tuple[int, int], float], str]:
-    """By life and step, and what was printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
-    command += ["--nproc-per-node", "2", "-m", "examples.resume.main", str(run_dir), "--steps", "40", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+def alone(rank: int, n: int, run_dir: str) -> None:
+    from examples.resume.main import main
+
+    main([run_dir, "--steps", str(STEPS)])
+
+
+def losses(run_dir: Path) -> dict[tuple[int, int], float]:
+    """By life and step."""
     lines = map(json.loads, (run_dir / "losses.jsonl").read_text().splitlines())
-    return {(line["life"], line["step"]): line["loss"] for line in lines}, done.stdout
+    return {(line["life"], line["step"]): line["loss"] for line in lines}
 
 
-@pytest.mark.parametrize("die_at", [("13", "31")])
-@pytest.mark.matrix(keep=0)
-def test_losses_behind_a_killed_rank_are_those_of_a_run_without(die_at: tuple[str, ...], tmp_path: Path) -> None:
-    alone, _ = losses(tmp_path / "alone")
-    killed, printed = losses(tmp_path / "killed", "--die-at", *die_at)
-    assert sorted(alone) == [(0, step) for step in range(1, 41)] and alone[0, 40] < 0.5 * alone[0, 1]
-    assert {life for life, _ in killed} == {0, 1, 2} and (2, 40) in killed and (0, 13) not in killed
-    assert all(loss == alone[0, step] for (_, step), loss in killed.items())
-    resumed = [min(step for at, step in killed if at == life) for life in (1, 2)]
-    assert resumed[0] in (6, 11) and resumed[1] in (26, 31), "the checkpoint before the death, or the one before that"
-    assert "life 1: goes on behind step" in printed and "life 2: step 40" in printed
+def killed(run_dir: Path, *options: str) -> str:
+    """What was printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
+    command += ["--nproc-per-node", "2", "-m", "examples.resume.main", str(run_dir), "--steps", str(STEPS), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("options", [("--die-at", "13"), ("--wait", "--die-at", "11", "18")])
+@pytest.mark.matrix(keep=1)
+def test_losses_behind_a_killed_rank_are_those_of_a_run_without(options: tuple[str, ...], tmp_path: Path) -> None:
+    world(2, alone, str(tmp_path / "alone"))
+    expected = losses(tmp_path / "alone")
+    assert sorted(expected) == [(0, step) for step in range(1, STEPS + 1)] and expected[0, STEPS] < expected[0, 1] / 2
+    printed = killed(tmp_path / "killed", *options)
+    found = losses(tmp_path / "killed")
+    deaths = [int(step) for step in options[options.index("--die-at") + 1 :]]
+    assert {life for life, _ in found} == {*range(len(deaths) + 1)} and (len(deaths), STEPS) in found
+    assert all(loss == expected[0, step] for (_, step), loss in found.items())
+    for life, death in enumerate(deaths, start=1):
+        before = (death - 1) // 5 * 5  # the checkpoint before the death, or, still being written then, the one before
+        first = min(step for at, step in found if at == life)
+        assert (life - 1, death) not in found
+        assert first in ((before + 1,) if "--wait" in options else (before - 4, before + 1))
+        assert f"life {life}: goes on behind step {first - 1}" in printed
