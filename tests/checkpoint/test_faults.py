@@ -199,10 +199,34 @@ def _reads_fail(rank: int, n: int, folder: Path) -> list[str | None]:
             told.append(said(lambda files=files: load(folder, model=job.model, optimizer=job.optimizer, files=files)))
             assert told[-1] is not None and "Input/output error" in told[-1] and str(folder) in told[-1]
             if at < first:
+                assert "Nothing was changed." in told[-1], told[-1]
                 assert all(map(torch.equal, job.model.parameters(), before)), at
+            else:
+                assert "Values have been partly replaced." in told[-1] and "load again, or end" in told[-1], told[-1]
     return told
 
 
 def test_reads_that_fail_are_told_alike_and_change_nothing_before_the_check_has_ended(tmp_path: Path) -> None:
     first, second = world(2, _reads_fail, tmp_path)
     assert first == second and len(first) > 20
+
+
+class _Removing(Watched):
+    """Removes a file once it has been checked."""
+
+    def before(self, operation: str, path: Path) -> None:
+        if operation == "open" and path.suffix == ".safetensors" and ("open", path) in self.ops:
+            path.unlink(missing_ok=True)
+        super().before(operation, path)
+
+
+def _removed(rank: int, n: int, folder: Path) -> str | None:
+    job = Job()
+    save(folder, step=1, model=job.model, rng=False)
+    return said(lambda: load(folder, model=job.model, files=_Removing() if rank else Files()))
+
+
+def test_a_file_that_goes_behind_the_check_is_told_with_what_it_left(tmp_path: Path) -> None:
+    first, second = world(2, _removed, tmp_path)
+    assert first == second and first is not None
+    assert "failed on rank" in first and "No such file" in first and "Values have been partly replaced." in first

@@ -15,6 +15,18 @@ from pathlib import Path
 __all__ = ["Files"]
 
 _START_WRITING, _POPULATE_READ = 2, 22  # of sync_file_range and madvise, in the kernel's headers
+_locked: set[int] = set()  # descriptors
+
+
+def _let_go() -> None:
+    """In a forked process (a DataLoader's worker, say), which would keep its parent's locks when that has died."""
+    for fd in _locked:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 class Files:
@@ -102,11 +114,15 @@ class Files:
             except OSError:
                 os.close(fd)
                 raise
+            _locked.add(fd)
             return fd
 
     def unlock(self, fd: int) -> None:
+        if fd not in _locked:  # of the process that this one was forked from
+            return
+        _locked.discard(fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked in between has the descriptor too
+            fcntl.flock(fd, fcntl.LOCK_UN)
         finally:
             os.close(fd)
 

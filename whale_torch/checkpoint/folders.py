@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import re
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.index import INDEX, Index
+from whale_torch.checkpoint.payload import ANOTHER
 from whale_torch.checkpoint.seal import read_sealed, seal
 from whale_torch.errors import CheckpointError
 
 __all__ = [
     "LATEST", "TAGS", "find", "folder_of", "is_temporary_pointer", "make_run_dir", "named_by", "point", "read_index",
-    "steps_of", "tag_pointer", "temporary",
+    "settle", "steps_of", "tag_pointer", "temporary", "whole_step",
 ]  # fmt: skip
 
 LATEST = "latest"
 TAGS = "tags"
 _TAG = re.compile(r"\w[\w.-]*")
+_MOST_OF_TAG = 200  # a file's name, with what is_temporary_pointer tells
 _STEP = re.compile(r"step-\d{8,}")
 _TEMPORARY_POINTER = re.compile(r".+\.new-[0-9a-f]{8}")
 
 
+def whole_step(step: object) -> int:
+    """A step as a number, also of numpy or a tensor. Raises CheckpointError for what is none, or below 0."""
+    try:
+        found = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        found = -1
+    if found < 0:
+        raise CheckpointError(f"step is {step!r}.", fix="a whole number, 0 or more")
+    return found
+
+
 def folder_of(step: int) -> str:
     """The name of a step's folder. Raises CheckpointError for a step below 0."""
-    if step < 0:
-        raise CheckpointError(f"step is {step}.", fix="0 or more")
-    return f"step-{step:08d}"
+    return f"step-{whole_step(step):08d}"
 
 
 def temporary(final: Path, identity: str) -> Path:
@@ -49,8 +62,11 @@ def make_run_dir(files: Files, path: Path) -> None:
 
 def tag_pointer(tag: str) -> str:
     """Where in a run_dir a tag's pointer lies. Raises CheckpointError for what is no name of a file."""
-    if not _TAG.fullmatch(tag) or is_temporary_pointer(tag):
-        raise CheckpointError(f"tag is {tag!r}.", fix="letters, digits, '_', and between them '-' and '.'")
+    if not _TAG.fullmatch(tag) or is_temporary_pointer(tag) or len(tag.encode()) > _MOST_OF_TAG:
+        raise CheckpointError(
+            f"tag is {tag!r}.",
+            fix=f"letters, digits, '_', and between them '-' and '.', of {_MOST_OF_TAG} bytes at most",
+        )
     return f"{TAGS}/{tag}"
 
 
@@ -63,13 +79,30 @@ def point(files: Files, run_dir: Path, pointer: str, name: str, identity: str) -
     path = run_dir / pointer
     make_run_dir(files, path.parent)
     try:
-        before = [one for one in named_by(files, path) if files.exists(run_dir / one[0] / INDEX)][:1]
+        before = [one for one in named_by(files, path) if files.exists(run_dir / one[0])][:1]
     except CheckpointError:  # a damaged one is worth no failure, now that it is replaced
         before = []
+    _write(files, path, [(name, identity), *before])
+
+
+def settle(files: Files, run_dir: Path, pointer: str) -> None:
+    """A pointer forgets a checkpoint that has not come to be: one of the same step may come now, and is another."""
+    try:
+        named = named_by(files, run_dir / pointer)
+    except CheckpointError:  # whoever follows it is told
+        return
+    there = [one for one in named if files.exists(run_dir / one[0])]
+    if there and there != named:
+        _write(files, run_dir / pointer, there)
+    elif named and not there:
+        files.remove(run_dir / pointer)
+
+
+def _write(files: Files, path: Path, named: Sequence[tuple[str, str]]) -> None:
     new = path.with_name(f"{path.name}.new-{secrets.token_hex(4)}")
     try:
         with files.create(new) as fd:
-            files.write(fd, memoryview(seal(json.dumps({"checkpoints": [[name, identity], *before]}))), 0)
+            files.write(fd, memoryview(seal(json.dumps({"checkpoints": named}))), 0)
         files.replace(new, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -135,7 +168,7 @@ _MOST = 5  # steps that an error lists
 def _follow(run_dir: Path, pointer: str, files: Files) -> Path | None:
     """The checkpoint that a pointer names, None where there is none."""
     for name, identity in named_by(files, run_dir / pointer):
-        if files.exists(run_dir / name / INDEX):
+        if files.exists(run_dir / name):  # complete, as it came by one rename
             found = read_index(run_dir / name, files).id
             if found != identity:
                 raise CheckpointError(
@@ -150,7 +183,11 @@ def _follow(run_dir: Path, pointer: str, files: Files) -> Path | None:
 def read_index(folder: Path, files: Files) -> Index:
     """Raises CheckpointError for what is no checkpoint, is damaged, or belongs to another folder."""
     path = folder / INDEX
-    index = Index.from_json(read_sealed(path, files), path)
+    try:
+        text = read_sealed(path, files)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{path} is missing.", fix=ANOTHER) from error
+    index = Index.from_json(text, path)
     if _STEP.fullmatch(folder.name) and folder.name != folder_of(index.step):
         raise CheckpointError(
             f"{path} is the index of step {index.step}, in the folder of another.",

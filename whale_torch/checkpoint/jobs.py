@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import TAGS, is_temporary_pointer, point, temporary
+from whale_torch.checkpoint.folders import TAGS, is_temporary_pointer, point, settle, temporary
 from whale_torch.errors import CheckpointError
 
 __all__ = ["Claim", "alone", "without_locks_go_on"]
@@ -105,7 +105,10 @@ class Claim:
 
 def _refuse_existing(files: Files, final: Path) -> None:
     if files.exists(final):
-        raise CheckpointError(f"{final} exists.", fix="another step or run_dir: nothing committed is overwritten")
+        raise CheckpointError(
+            f"{final} exists.",
+            fix="another step or run_dir, or remove that folder first: nothing committed is overwritten",
+        )
 
 
 def _clear(files: Files, final: Path, locked: contextlib.ExitStack) -> list[Path]:
@@ -116,6 +119,9 @@ def _clear(files: Files, final: Path, locked: contextlib.ExitStack) -> list[Path
     dead = []
     names = files.names(final.parent)
     tags = [f"{TAGS}/{name}" for name in files.names(final.parent / TAGS)] if TAGS in names else []
+    for name in tags:
+        if not is_temporary_pointer(name):
+            settle(files, final.parent, name)
     for name in [*names, *tags]:
         found = _TEMPORARY.fullmatch(name)
         if is_temporary_pointer(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from whale_torch.checkpoint.progress import check_progress, shown
 from whale_torch.checkpoint.ranks import Ranks
 from whale_torch.checkpoint.reader import Reader, Wanted
 from whale_torch.checkpoint.retention import reading
+from whale_torch.errors import CheckpointError
 
 __all__ = ["Loaded", "load"]
 
@@ -72,7 +73,8 @@ def load(
     out. dtype: "cast" takes the model's floating-point dtypes where the checkpoint's are others. rng: whether random
     states are restored; by default where an optimizer is loaded. progress: whether the first rank shows a bar of what
     it checks and reads, where that takes long; by default on a terminal.
-    Raises CheckpointError, on all ranks, for what is damaged, and where names, shapes or dtypes are not the model's.
+    Raises CheckpointError, on all ranks, for what is damaged, and where names, shapes or dtypes are not the model's; it
+    says whether nothing was changed, or values have been partly replaced, as where a disk breaks behind the check.
     """
     finish()
     files = Files() if files is None else files
@@ -83,28 +85,38 @@ def load(
             check_progress(progress)
             return str(at_end.enter_context(reading(files, Path(path), step=step, tag=tag)))
 
-        folder = Path(ranks.first(f"loading {path}", choose))
-        what = f"loading {folder}"
-        index = ranks.run(what, lambda: read_index(folder, files))
-
         def make() -> Goal:
             choice = Choice(only, assign or {}, missing_ok, unexpected_ok, dtype)
             return Goal(index, parts_of(model, optimizer, states), choice, ranks, rng=rng)
-
-        goal = ranks.run(what, make)
-        total = _num_bytes(goal.fresh) + 2 * _num_bytes(goal.wanted)
-        seen = at_end.enter_context(shown(files, what, total, progress if ranks.index == 0 else False))
-        reader = Reader(seen, folder, index)
 
         def check() -> None:
             reader.check(goal.wanted)
             reader.read(goal.fresh, check=True)
             goal.decode()
 
-        ranks.run(what, check)
-        ranks.run(what, lambda: reader.read(goal.wanted))
-        extra = ranks.run(what, goal.apply)
+        with _saying("Nothing was changed."):
+            folder = Path(ranks.first(f"loading {path}", choose))
+            what = f"loading {folder}"
+            index = ranks.run(what, lambda: read_index(folder, files))
+            goal = ranks.run(what, make)
+            total = _num_bytes(goal.fresh) + 2 * _num_bytes(goal.wanted)
+            seen = at_end.enter_context(shown(files, what, total, progress if ranks.index == 0 else False))
+            reader = Reader(seen, folder, index)
+            ranks.run(what, check)
+        with _saying("Values have been partly replaced.", fix="load again, or end"):
+            ranks.run(what, lambda: reader.read(goal.wanted))
+            extra = ranks.run(what, goal.apply)
         return Loaded(index.step, extra, folder, tuple(sorted(goal.missing)), tuple(sorted(goal.unexpected)), goal.rng)
+
+
+@contextlib.contextmanager
+def _saying(left: str, fix: str | None = None) -> Iterator[None]:
+    """An error says what it has left of the model, and of what else was to be loaded."""
+    try:
+        yield
+    except CheckpointError as error:
+        fixes = "; ".join(one for one in (fix, error.fix) if one)
+        raise CheckpointError(f"{error.what.removesuffix('.')}. {left}", fix=fixes or None) from error.__cause__
 
 
 def _num_bytes(wanted: Sequence[Wanted]) -> int:

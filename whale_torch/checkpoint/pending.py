@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,12 @@ class Pending:
             self._run = None  # what it holds of the model is let go
             self._snapshot.abandon()
 
+    def left(self) -> None:
+        """In a forked process, which has no such thread: nothing waits for it, and nobody is told that it is through."""
+        if self._run is not None:
+            self._run, self._is_told = None, True
+            self._error = CheckpointError(f"{self.path} is written by another process.", fix="wait() there")
+
 
 class _Latest:
     """The save that this process began last in the background."""
@@ -76,8 +83,14 @@ class _Latest:
     def __init__(self) -> None:
         self.pending: Pending | None = None
 
+    def leave(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.left()
+
 
 _latest = _Latest()
+os.register_at_fork(after_in_child=_latest.leave)
 
 
 def start(path: Path, run: Callable[[], object], snapshot: Snapshot) -> Pending:

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import TAGS, find, is_temporary_pointer, named_by, steps_of, temporary  # fmt: skip
+from whale_torch.checkpoint.folders import TAGS, find, is_temporary_pointer, named_by, read_index, steps_of, temporary  # fmt: skip
 from whale_torch.checkpoint.index import INDEX
 from whale_torch.checkpoint.jobs import alone, without_locks_go_on
 from whale_torch.errors import CheckpointError
 
-__all__ = ["check_keep_last", "prune", "reading"]
+__all__ = ["check_keep_last", "held", "prune", "reading"]
 
-_TRIES = 100
+_TRIES, _PAUSE_S = 100, 0.01
 
 
 def check_keep_last(keep_last: int | None) -> None:
@@ -31,14 +31,16 @@ def prune(files: Files, final: Path, keep_last: int) -> None:
 
     Each goes by one rename first, so that none is ever there in part.
     """
-    gone = []
-    with alone(files, final.parent):
-        steps = steps_of(final.parent, files)
-        earlier = steps[: steps.index(final)]
-        tagged = _tagged(files, final.parent)
+    run_dir, gone = final.parent, []
+    with alone(files, run_dir):
+        steps = steps_of(run_dir, files)
+        earlier = [folder for folder in steps[: steps.index(final)] if files.exists(folder / INDEX)]
+        tagged = _tagged(files, run_dir)
         for folder in earlier[: max(0, len(earlier) - (keep_last - 1))]:
             if folder.name not in tagged:
                 gone.append(_taken(files, folder))
+        if any(gone):
+            files.sync_folder(run_dir)  # or a power cut might leave a checkpoint's name to what is half removed
     for away in gone:
         if away is not None:
             files.remove_folder(away)
@@ -50,7 +52,7 @@ def _tagged(files: Files, run_dir: Path) -> set[str]:
     for tag in files.names(run_dir / TAGS) if files.exists(run_dir / TAGS) else []:
         if not is_temporary_pointer(tag):
             named = [name for name, _ in named_by(files, run_dir / TAGS / tag)]
-            found |= {next((name for name in named if files.exists(run_dir / name / INDEX)), "")}
+            found |= {next((name for name in named if files.exists(run_dir / name)), "")}
     return found
 
 
@@ -71,24 +73,41 @@ def _taken(files: Files, folder: Path) -> Path | None:
 
 
 @contextlib.contextmanager
-def reading(files: Files, path: Path, *, step: int | None, tag: str | None) -> Iterator[Path]:
-    """The folder of a checkpoint (folders.find), which no job removes meanwhile where the file system has locks."""
-    for _ in range(_TRIES):
-        folder = find(path, files, step=step, tag=tag)
-        fd = None
-        with contextlib.suppress(FileNotFoundError), without_locks_go_on():
-            fd = files.lock(folder / INDEX, shared=True)
-            if fd is None:  # it is about to be removed
-                time.sleep(0.01)
-                continue
-        if files.exists(folder / INDEX):  # a job may have been faster
-            break
-        if fd is not None:
-            files.unlock(fd)
-    else:
-        raise CheckpointError(f"{path}: checkpoints are removed as fast as they are found.", fix="load it again")
+def held(files: Files, folder: Path) -> Iterator[bool]:
+    """Whether a checkpoint is there; no job removes it meanwhile, where the file system has locks."""
+    fd, free = None, True
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), without_locks_go_on():
+        fd = files.lock(folder / INDEX, shared=True)
+        free = fd is not None  # else it is about to be removed
     try:
-        yield folder
+        yield free and files.exists(folder / INDEX)  # a job may have been faster
     finally:
         if fd is not None:
             files.unlock(fd)
+
+
+@contextlib.contextmanager
+def reading(files: Files, path: Path, *, step: int | None, tag: str | None) -> Iterator[Path]:
+    """The folder of a checkpoint (folders.find), held."""
+    for _ in range(_TRIES):
+        folder = _found(files, path, step, tag)
+        if folder is not None:
+            with held(files, folder) as there:
+                if there:
+                    yield folder
+                    return
+                if files.exists(folder) and not files.exists(folder / INDEX):
+                    read_index(folder, files)  # raises that it is missing
+        time.sleep(_PAUSE_S)
+    raise CheckpointError(f"{path}: checkpoints are removed as fast as they are found.", fix="load it again")
+
+
+def _found(files: Files, path: Path, step: int | None, tag: str | None) -> Path | None:
+    """None where the checkpoint went while it was looked for."""
+    try:
+        return find(path, files, step=step, tag=tag)
+    except CheckpointError as error:
+        cause = error.__cause__
+        if isinstance(cause, FileNotFoundError) and not files.exists(Path(cause.filename).parent):
+            return None
+        raise

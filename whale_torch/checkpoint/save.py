@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, parts_of, settled
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import LATEST, folder_of, make_run_dir, tag_pointer, temporary
+from whale_torch.checkpoint.folders import LATEST, folder_of, make_run_dir, tag_pointer, temporary, whole_step
 from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredFile, StoredTensor, dtype_name
 from whale_torch.checkpoint.inventory import Held, Inventory
 from whale_torch.checkpoint.jobs import Claim
@@ -108,7 +108,8 @@ def save(
     unless in the background.
     Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a rank fails to.
     """
-    final = Path(run_dir) / folder_of(step)
+    step = whole_step(step)
+    final = Path(run_dir).absolute() / folder_of(step)  # whatever folder the process is in when it is written
     mesh = mesh_among(model, states)
     ranks = Ranks(mesh)
     saving = _Saving(final, step, Files() if files is None else files, ranks, tag, keep_last)

@@ -15,7 +15,9 @@ from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import LATEST, find, read_index, steps_of
 from whale_torch.checkpoint.index import CHUNK_BYTES, INDEX, Index
 from whale_torch.checkpoint.payload import check_file, checksum
+from whale_torch.checkpoint.retention import held
 from whale_torch.errors import CheckpointError, first_line
+from whale_torch.mesh import surroundings
 
 __all__ = ["Verified", "verify"]
 
@@ -24,11 +26,13 @@ _CHUNKS_OF_A_TASK = 16
 
 @dataclass
 class Verified:
-    """folders: the checkpoints that were read. num_bytes: of all their chunks. damages: all that is wrong."""
+    """folders: the checkpoints that were read. num_bytes: of all their chunks. damages: all that is wrong. cores: threads
+    that read."""
 
     folders: list[Path] = field(default_factory=list)
     num_bytes: int = 0
     damages: list[str] = field(default_factory=list)
+    cores: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class _Chunk:
 def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: int | None = None) -> Verified:
     """Checks a step's folder, or all those of a run_dir and its pointer to the latest.
 
-    cores: threads that read, by default one for each core. Raises CheckpointError where there is no checkpoint.
+    cores: threads that read, by default one for each core of this process. Raises CheckpointError where there is no checkpoint.
     """
     files, path, found = Files() if files is None else files, Path(path), Verified()
     if not path.is_dir():
@@ -51,11 +55,15 @@ def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: i
     folders = [path] if files.exists(path / INDEX) else steps_of(path, files)
     if not folders:
         raise CheckpointError(f"{path} has no checkpoint.", fix="give a run_dir of wh.save, or one of its step folders")
-    with ThreadPoolExecutor(cores or os.cpu_count()) as threads:
+    found.cores = cores or surroundings().cores
+    with ThreadPoolExecutor(found.cores) as threads:
         for folder in folders:
-            found.folders.append(folder)
-            with _noting(found):
-                _verify(folder, read_index(folder, files), files, threads, found)
+            with held(files, folder) as there:
+                if not there and not files.exists(folder):  # a job has removed it
+                    continue
+                found.folders.append(folder)
+                with _noting(found):
+                    _verify(folder, read_index(folder, files), files, threads, found)
     if folders != [path] and files.exists(path / LATEST):
         with _noting(found):
             find(path, files)
