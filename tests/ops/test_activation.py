@@ -10,6 +10,7 @@ from activation_agreement import check_activation
 from op_agreement import DTYPES
 
 from whale_torch import ops
+from whale_torch.ops import activation_reference as reference
 from whale_torch.errors import LayoutError
 from whale_torch.ops.activation import FUNCTIONS
 
@@ -65,5 +66,17 @@ def test_wrong_arguments_are_named() -> None:
         ops.moe_activate(torch.randn(4, 3).t(), "gelu", out)
     with pytest.raises(LayoutError, match=r"dbias is torch.float64 \(4,\); sums are torch.float32 \(4,\)"):
         ops.moe_activate_backward(out, h, "gelu", dbias=torch.zeros(4, dtype=torch.float64))
-    with pytest.raises((LayoutError, RuntimeError), match="come together"):
+    with pytest.raises(LayoutError, match="come together"):
         ops.moe_activate_backward(out, h, "gelu", u=h)
+    with pytest.raises(LayoutError, match="come together"):
+        ops.moe_activate_backward(out, h, "gelu", du=h)
+
+
+def test_the_python_kernel_broadcasts_and_drops_nothing() -> None:
+    h, narrow = torch.randn(3, 4), torch.randn(1, 4)
+    with pytest.raises(LayoutError, match=r"u is torch.float32 \(1, 4\), others are torch.float32 \(3, 4\)"):
+        reference.moe_activate(h, narrow, 0, torch.empty(3, 4))
+    with pytest.raises(LayoutError, match="come together"):
+        reference.moe_activate_backward(h.clone(), h, h, 0, None, None, None)
+    with pytest.raises(LayoutError, match=r"dbias is torch.float64 \(4,\); sums are torch.float32 \(4,\)"):
+        reference.moe_activate_backward(h.clone(), h, None, 0, None, torch.zeros(4, dtype=torch.float64), None)

@@ -5,30 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from whale_torch.errors import LayoutError
-from whale_torch.ops.activation_reference import FORWARD, FUNCTIONS
+from whale_torch.ops.activation_reference import FORWARD, FUNCTIONS, check_activation
 from whale_torch.ops.library import op, run
-from whale_torch.ops.precision import FLOATS, statistics_dtype
 
 __all__ = ["FUNCTIONS", "activated", "moe_activate", "moe_activate_backward"]
 
 _ACTIVATE = op("moe_activate")
 _ACTIVATE_BACKWARD = op("moe_activate_backward")
-
-
-def _check(rows: dict[str, Tensor | None], sums: dict[str, Tensor | None] | None = None) -> None:
-    first = next(iter(rows.values()))
-    assert first is not None
-    wide = statistics_dtype(first.dtype)
-    for name, x in rows.items():
-        if x is None:
-            continue
-        if x.dim() != 2 or x.dtype not in FLOATS or (x.shape, x.dtype) != (first.shape, first.dtype):
-            raise LayoutError(f"{name} is {x.dtype} {tuple(x.shape)}, others are {first.dtype} {tuple(first.shape)}")
-        if not x.is_contiguous():
-            raise LayoutError(f"{name} is not contiguous")
-    for name, x in (sums or {}).items():
-        if x is not None and (x.shape != first.shape[1:] or x.dtype != wide):
-            raise LayoutError(f"{name} is {x.dtype} {tuple(x.shape)}; sums are {wide} ({first.shape[1]},)")
 
 
 def _number(function: str) -> int:
@@ -43,7 +26,7 @@ def moe_activate(h: Tensor, function: str, out: Tensor, *, u: Tensor | None = No
     Shapes: h, u and out [rows, features], contiguous and of one dtype. function: "gelu", "gelu_tanh", "relu", "silu".
     Raises: LayoutError if they disagree. Not differentiable.
     """
-    run(_ACTIVATE, lambda: _check({"h": h, "u": u, "out": out}), h, u, _number(function), out)
+    run(_ACTIVATE, lambda: check_activation({"h": h, "u": u, "out": out}), h, u, _number(function), out)
 
 
 def moe_activate_backward(
@@ -63,7 +46,7 @@ def moe_activate_backward(
     """
     run(
         _ACTIVATE_BACKWARD,
-        lambda: _check({"grad": grad, "h": h, "u": u, "du": du}, {"dbias": dbias, "du_bias": du_bias}),
+        lambda: check_activation({"grad": grad, "h": h, "u": u, "du": du}, {"dbias": dbias, "du_bias": du_bias}),
         grad, h, u, _number(function), du, dbias, du_bias,
     )  # fmt: skip
 

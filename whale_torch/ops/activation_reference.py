@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whale_torch.ops.precision import statistics_dtype
+from whale_torch.errors import LayoutError
+from whale_torch.ops.precision import FLOATS, statistics_dtype
 
-__all__ = ["FORWARD", "FUNCTIONS", "moe_activate", "moe_activate_backward"]
+__all__ = ["FORWARD", "FUNCTIONS", "check_activation", "moe_activate", "moe_activate_backward"]
 
 _aten = torch.ops.aten
 
@@ -36,8 +37,28 @@ FUNCTIONS = tuple(_FUNCTIONS)
 FORWARD = tuple(one.forward for one in _FUNCTIONS.values())
 
 
+def check_activation(rows: dict[str, Tensor | None], sums: dict[str, Tensor | None] | None = None) -> None:
+    """Raises LayoutError where rows are not of one shape and dtype, or sums not as wide as these; by their names."""
+    first = next(iter(rows.values()))
+    assert first is not None
+    wide = statistics_dtype(first.dtype)
+    for name, x in rows.items():
+        if x is None:
+            continue
+        if x.dim() != 2 or x.dtype not in FLOATS or (x.shape, x.dtype) != (first.shape, first.dtype):
+            raise LayoutError(f"{name} is {x.dtype} {tuple(x.shape)}, others are {first.dtype} {tuple(first.shape)}")
+        if not x.is_contiguous():
+            raise LayoutError(f"{name} is not contiguous")
+    for name, x in (sums or {}).items():
+        if x is not None and (x.shape != first.shape[1:] or x.dtype != wide):
+            raise LayoutError(f"{name} is {x.dtype} {tuple(x.shape)}; sums are {wide} ({first.shape[1]},)")
+    if "du" in rows and (rows["u"] is None) != (rows["du"] is None):
+        raise LayoutError("u and its gradient come together: u= and du=, or neither")
+
+
 def moe_activate(h: Tensor, u: Tensor | None, function: int, out: Tensor) -> None:
     """out = function(h), times u where it is given."""
+    check_activation({"h": h, "u": u, "out": out})
     wide = statistics_dtype(h.dtype)
     value = FORWARD[function](h.to(wide))
     out.copy_(value if u is None else value * u.to(wide))
@@ -53,6 +74,7 @@ def moe_activate_backward(
     du_bias: Tensor | None,
 ) -> None:
     """grad, of out, becomes that of h; writes that of u to du; adds their sums over rows to dbias and du_bias."""
+    check_activation({"grad": grad, "h": h, "u": u, "du": du}, {"dbias": dbias, "du_bias": du_bias})
     wide = statistics_dtype(h.dtype)
     of, above, at = _FUNCTIONS[FUNCTIONS[function]], grad.to(wide), h.to(wide)
     if u is not None and du is not None:
