@@ -187,9 +187,33 @@ class Doubled(moe.FeedForward):
         return 2 * super().forward(x, rows)
 
 
+def _times_3(module: nn.Module, given: Any, out: Tensor) -> Tensor:
+    return 3 * out
+
+
+def _hooked(**options: Any) -> nn.Module:
+    model: Any = _in_experts(**options)
+    model[0].experts.register_forward_hook(_times_3)
+    return model  # type: ignore[no-any-return]
+
+
+def _patched() -> nn.Module:
+    """Whose experts' forward is replaced on the object."""
+    model: Any = _in_experts()
+    model[0].experts.forward = _from_outside
+    return model  # type: ignore[no-any-return]
+
+
+def _from_outside(x: Tensor, rows: Sequence[int]) -> Tensor:
+    return 3 * x
+
+
 ONE_PROCESS: dict[str, Any] = {
     "beside a split layer": Beside,
     "a forward of its own": lambda: _in_experts(expert=Doubled(3, DIM, 3)),
+    "a hook on experts": _hooked,
+    "a hook on experts, through gloo": lambda: _hooked(node_memory=False),
+    "a forward from outside": _patched,
 }
 
 
@@ -211,6 +235,26 @@ def _as_one_process(rank: int, n: int) -> dict[str, float]:
 def test_what_is_beside_a_layer_and_in_its_experts_is_respected() -> None:
     for errors in world(2, _as_one_process):
         assert max(errors.values()) < 2e-5, errors
+
+
+def _observed(rank: int, n: int) -> tuple[float, int]:
+    """(how far outputs and gradients are from those without a hook on one of the ranks, calls that it saw)"""
+    model = _in_experts()
+    wh.parallelize(model, timeout=20)
+    x, found, seen = torch.randn(5, DIM), [], []
+    for _ in range(2):
+        model.zero_grad()
+        y = model(x)
+        y.square().sum().backward()
+        found.append({"y": y.detach(), **{name: grad.clone() for name, grad in gradients_of(model).items()}})
+        if rank == 1:
+            model[0].experts.register_forward_hook(lambda *given: seen.append(given))
+    return relative_error(*found), len(seen)
+
+
+def test_a_hook_on_the_experts_of_one_rank_sees_them() -> None:
+    (first, none), (other, one) = world(2, _observed)
+    assert max(first, other) < 2e-5 and (none, one) == (0, 1)
 
 
 def _after_errors(rank: int, n: int) -> float:

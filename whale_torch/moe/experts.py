@@ -42,6 +42,12 @@ class Experts(nn.Module):
         """Whether it draws random numbers in training."""
         return False
 
+    @property
+    def called(self) -> bool:
+        """Whether its calls are more than its own forward: hooks see them, or a forward was put on the object."""
+        hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
+        return any(hooks) or "forward" in vars(self)
+
     def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
         """Each expert on its rows: x [sum(rows), dim], those of the first expert first -> the same number of rows."""
         raise NotImplementedError

@@ -95,8 +95,8 @@ class SplitMoELayer(SplitModule, MoELayer):
             )
         ]
         wire = self.wire_dtype
-        splits = self._splits([chunk.kept for chunk in chunks], form_of(x, wire))
-        plain = self._feed_forwards()
+        splits, called = self._splits([chunk.kept for chunk in chunks], form_of(x, wire))
+        plain = None if called else self._feed_forwards()
         if len(chunks) == 1 and plain is not None and wire in (None, x.dtype):
             rows = self._rows.in_memory(splits[0], x.shape[1] * x.element_size())
             if rows is not None:
@@ -130,8 +130,8 @@ class SplitMoELayer(SplitModule, MoELayer):
         whole = chunk.positions + moved[chunk.experts.clamp(min=0).to(torch.int64)]
         return torch.where(chunk.positions < 0, -1, whole)
 
-    def _splits(self, kept: list[Tensor], form: int) -> list[Splits]:
-        """How many rows of each chunk go to each expert, of all ranks: one exchange for all chunks.
+    def _splits(self, kept: list[Tensor], form: int) -> tuple[list[Splits], bool]:
+        """(how many rows of each chunk go to each expert, whether experts are called on any rank): one exchange.
 
         form: of the tokens, which has to be that of all ranks.
         """
@@ -140,18 +140,20 @@ class SplitMoELayer(SplitModule, MoELayer):
         for number, of_chunk in enumerate(kept):
             for rank, part in enumerate(of_chunk.cpu().split(widths)):
                 counts[rank, number, : len(part)] = part
-        told = torch.cat([counts.new_full((size, 1), form), counts.view(size, -1)], 1)
+        beside = counts.new_tensor([form, self.experts.called]).expand(size, 2)
+        told = torch.cat([beside, counts.view(size, -1)], 1)
         whole = self._rows.splits(told)
         check_alike(whole.counts[:, 0, 0].tolist(), self._region.columns.ranks, self._rows.name)
-        by_chunk = whole.counts[:, :, 1:].view(size, size, len(kept), -1)
-        return [Splits(by_chunk[:, :, number].contiguous(), whole.index) for number in range(len(kept))]
+        by_chunk = whole.counts[:, :, 2:].view(size, size, len(kept), -1)
+        splits = [Splits(by_chunk[:, :, number].contiguous(), whole.index) for number in range(len(kept))]
+        return splits, bool(whole.counts[:, 0, 1].any())
 
     def _on_rows(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """Experts on rows that lie source by source, and expert by expert for each: lengths [source, expert]."""
         if not self._width:
             return self.experts.without(rows)
         many = len(rows) >= _MANY_ROWS * lengths.numel()
-        if self.experts.takes_blocks and len(lengths) <= _FEW_SOURCES and many:
+        if self.experts.takes_blocks and not self.experts.called and len(lengths) <= _FEW_SOURCES and many:
             ends = lengths.flatten().cumsum(0).view(lengths.shape).tolist()
             counts = lengths.tolist()
             blocks = [
