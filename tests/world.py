@@ -11,6 +11,7 @@ function, its arguments and the warning filters reaches them.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import io
 import multiprocessing
 import os
@@ -74,7 +75,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return self.error is None and self.exit_code == 0
+        return self.returned and self.error is None and self.exit_code == 0
 
 
 def world(
@@ -98,7 +99,7 @@ def world(
     if failed is not None and failed.error is not None:
         reason = f"rank {failed.rank} of {n} failed after {failed.seconds:.1f} s{_tail(failed)}\n{failed.traceback}"
         raise failed.error from RankFailed(reason)
-    hanging = [o for o in ended if o.exit_code is None]
+    hanging = [o for o in ended if o.exit_code is None or not o.returned]  # some end while stacks are written
     if hanging:
         raise WorldTimeout(_hang_report(n, timeout, ended, hanging))
     return [o.value for o in ended]
@@ -156,6 +157,7 @@ def _run(
     if n < 1 or n % local:
         raise ValueError(f"a world of {n} ranks cannot have {local} ranks a node")
     payload = _to_bytes((fn, args))
+    _start_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
@@ -174,6 +176,18 @@ def _run(
                 rank.process.join()
                 rank.process.close()
                 rank.reports.close()
+
+
+@functools.cache
+def _start_server() -> None:
+    """Waits until the server has imported what ranks share: on a busy machine that is longer than a world may take."""
+    process = _FORKSERVER.Process(target=_nothing, daemon=True)
+    process.start()
+    process.join()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _torchrun_environment(rank: int, n: int, local: int, port: int) -> dict[str, str]:

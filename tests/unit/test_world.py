@@ -74,6 +74,12 @@ def _leaves_a_thread(rank: int, n: int) -> int:
     return rank
 
 
+def _ends_after_the_time_out(rank: int, n: int) -> int:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # its stack is waited for
+    time.sleep(2.0)
+    return rank
+
+
 def _warns(rank: int, n: int) -> int:
     warnings.warn("something changed", FutureWarning, stacklevel=1)
     return rank
@@ -168,6 +174,12 @@ def test_a_time_out_shows_where_each_hanging_rank_is_and_leaves_no_process(tmp_p
 def test_a_rank_that_returns_but_does_not_exit_hangs() -> None:
     with pytest.raises(WorldTimeout, match="rank 1 of 2 has returned but does not exit"):
         world(2, _leaves_a_thread, timeout=TIMEOUT)
+
+
+def test_a_rank_that_ends_after_the_time_out_has_no_result() -> None:
+    with pytest.raises(WorldTimeout, match="still running after 1 s: rank 0, 1"):
+        world(2, _ends_after_the_time_out, timeout=1.0)
+    assert not any(outcome.ok for outcome in outcomes(2, _ends_after_the_time_out, timeout=1.0))
 
 
 def test_warnings_fail_in_a_rank_as_they_do_here() -> None:
