@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import threading
 
 import pytest
 import torch
 
+from whale_torch import moe, ops
 from whale_torch.ops import buffers
 from whale_torch.ops.buffers import BufferPool
 
@@ -58,6 +61,42 @@ def test_idle_memory_is_given_back() -> None:
     assert small.numel() == LARGE * 3
 
 
+def test_memory_that_the_system_refuses_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = BufferPool()
+    pool.empty(LARGE)  # idle from now on
+    real, asked = buffers.mmap.mmap, []
+
+    def refuse(fd: int, size: int, **options: int) -> mmap.mmap:
+        asked.append(size)
+        if size > 2 * LARGE:
+            raise OSError(errno.ENOMEM, "no memory")
+        return real(fd, size, **options)
+
+    monkeypatch.setattr(buffers.mmap, "mmap", refuse)
+    with pytest.raises(OSError, match="no memory"):
+        pool.empty(4 * LARGE)
+    assert len(asked) == 2  # again once what was idle is given back
+    assert (pool.in_use, pool.idle) == (0, 0)
+    monkeypatch.setattr(buffers, "_POOL", pool)
+    assert buffers.empty(LARGE, like=torch.zeros(1)).shape == (LARGE,)  # from torch
+    assert pool.in_use == 0
+
+
+def test_what_is_lent_is_changed_in_place_as_any_other() -> None:
+    experts, grads = moe.FeedForward(2, 64, 64), []
+    for rows in (8, 1024):  # of torch's memory, and of ours
+        x = torch.ones(rows, 64, requires_grad=True)
+        y = experts(x, [rows // 2] * 2)
+        y.mul_(2.0)
+        y.sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad[[0, -1]])
+    torch.testing.assert_close(grads[0], grads[1])
+    positions = torch.arange(4096, dtype=torch.int32).view(-1, 1)
+    permuted = ops.moe_permute(torch.ones(4096, 64, requires_grad=True), positions, 4096)
+    permuted.add_(1.0).sum().backward()
+
+
 def test_many_threads() -> None:
     pool = BufferPool()
     wrong = []
@@ -82,4 +121,5 @@ def test_empty_is_as_torch_makes_it(dtype: torch.dtype) -> None:
     for shape in ((3, 5), (700, 400), (0, 7)):
         found = buffers.empty(*shape, like=like)
         assert found.shape == shape and found.dtype == dtype and found.is_contiguous()
+        assert not found._is_view()
     assert buffers.empty(700, 400, like=torch.zeros(1, device="meta")).is_meta

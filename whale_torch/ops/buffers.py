@@ -35,25 +35,35 @@ class BufferPool:
         self.in_use = self.idle = self._most = 0
 
     def empty(self, num_bytes: int) -> Tensor:
-        """[num_bytes] of uint8, undefined."""
-        size = _rounded(num_bytes)
-        with self._lock:
-            self._take_back()
-            free = self._free.get(size)
-            memory = free.pop() if free else None
-            self.in_use += size
-            self._most = max(self._most, self.in_use)
-            if memory is not None:
-                self.idle -= size
-            else:
-                self._drop(int(self._most * _SPARE) - self.in_use)
-        if memory is None:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        """[num_bytes] of uint8, undefined. Raises OSError where the system has no such memory."""
+        memory = self._take(_rounded(num_bytes))
         lease = memoryview(memory)
         key = id(lease)
         # Called wherever the last tensor dies, in any thread, and perhaps while this one holds the lock.
         self._lent[key] = weakref.ref(lease, lambda _, m=memory: self._end(key, m))  # type: ignore[misc]
         return torch.frombuffer(lease, dtype=torch.uint8, count=num_bytes)
+
+    def _take(self, size: int) -> mmap.mmap:
+        with self._lock:
+            self._take_back()
+            in_use = self.in_use + size
+            most = max(self._most, in_use)
+            if free := self._free.get(size):
+                memory = free.pop()
+                self.idle -= size
+            else:
+                self._drop(int(most * _SPARE) - in_use)
+                memory = self._fresh(size)
+            self.in_use, self._most = in_use, most
+        return memory
+
+    def _fresh(self, size: int) -> mmap.mmap:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            return mmap.mmap(-1, size, flags=flags)
+        except OSError:
+            self._drop(0)
+            return mmap.mmap(-1, size, flags=flags)
 
     def _end(self, key: int, memory: mmap.mmap) -> None:
         del self._lent[key]
@@ -98,4 +108,8 @@ def empty(*shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor
     plain = type(like) in (Tensor, nn.Parameter) and like.device.type == "cpu"
     if not plain or num_bytes < _LEAST_BYTES or torch.compiler.is_compiling():
         return like.new_empty(shape, dtype=dtype)
-    return _POOL.empty(num_bytes).view(dtype).view(shape)
+    try:
+        lent = _POOL.empty(num_bytes)
+    except OSError:
+        return like.new_empty(shape, dtype=dtype)  # or torch's own words of what is missing
+    return lent.view(dtype).view(shape).data  # no view to autograd, which refuses to change one in place
