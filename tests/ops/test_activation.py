@@ -10,8 +10,8 @@ from activation_agreement import check_activation
 from op_agreement import DTYPES
 
 from whale_torch import ops
-from whale_torch.ops import activation_reference as reference
 from whale_torch.errors import LayoutError
+from whale_torch.ops import activation_reference as reference
 from whale_torch.ops.activation import FUNCTIONS
 
 
