@@ -22,7 +22,7 @@ backward is mainly the gate's.
 """
 
 _WRAPPED = {
-    "whale_torch.moe.gates:Gate.forward": ("gate, routes", ""),
+    "whale_torch.moe.gate:Gate.forward": ("gate, routes", ""),
     "whale_torch.ops:moe_positions": ("gate, routes", ""),
     "whale_torch.comm.all2all:AllToAll.splits": ("counts", ""),
     "whale_torch.comm.all2all:AllToAll.in_memory": ("counts", ""),

@@ -5,7 +5,8 @@ from whale_torch.moe.convert import convert
 from whale_torch.moe.expert_choice import ExpertChoice
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
 from whale_torch.moe.fairscale import GumbelTop2, from_fairscale
-from whale_torch.moe.gates import Gate, Hash, Prototypes, TopK
+from whale_torch.moe.gate import Gate
+from whale_torch.moe.gates import Hash, Prototypes, TopK
 from whale_torch.moe.heat_map import draw_loads
 from whale_torch.moe.huggingface import from_huggingface
 from whale_torch.moe.layer import MoELayer

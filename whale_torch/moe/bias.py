@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from whale_torch.moe.gates import Gate
+from whale_torch.moe.gate import Gate
 
 __all__ = ["note_choices"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 from whale_torch.comm.collectives import all_gather_rows, all_to_all_rows, gather_equal
 from whale_torch.mesh import Group
 
-__all__ = ["ALONE", "Everyone"]
+__all__ = ["ALONE", "Everyone", "OnRanks"]
 
 _TOGETHER = "tokens of a layer of experts (the model is called on every rank)"
 
@@ -48,3 +50,16 @@ class Everyone:
 
 
 ALONE = Everyone()
+
+
+class OnRanks:
+    """The ranks that run a layer: a copy of it runs on them too, and what a pickle of it makes is of one process."""
+
+    def __init__(self, group: Group | None = None):
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnRanks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OnRanks, ()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from whale_torch.errors import PlanError
 from whale_torch.moe.dense import experts_of
-from whale_torch.moe.gates import Gate
+from whale_torch.moe.gate import Gate
 from whale_torch.moe.layer import MoELayer
 from whale_torch.moe.routing import Routing
 

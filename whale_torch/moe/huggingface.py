@@ -21,8 +21,9 @@ from whale_torch.errors import PlanError
 from whale_torch.moe.dense import name_of
 from whale_torch.moe.experts import Experts
 from whale_torch.moe.feed_forward import Block, Stacks, feed_forward
-from whale_torch.moe.gates import Gate
-from whale_torch.moe.layer import MoELayer, rows_of_tokens
+from whale_torch.moe.gate import Gate
+from whale_torch.moe.given import rows_of_tokens
+from whale_torch.moe.layer import MoELayer
 from whale_torch.moe.parallel import SplitMoELayer
 from whale_torch.moe.routing import Routing
 from whale_torch.planning.rules import register_rule, replicated

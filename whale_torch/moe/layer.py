@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch import ops
-from whale_torch.annotation import annotations_of
-from whale_torch.capture import open_scopes
 from whale_torch.comm.added_loss import AddedLoss
-from whale_torch.comm.columns import Columns
 from whale_torch.comm.slices import ranks_run_whole
 from whale_torch.errors import LayoutError, PlanError
 from whale_torch.mesh import Group
@@ -22,28 +19,18 @@ from whale_torch.moe.balance import Coefficients, add_losses
 from whale_torch.moe.bias import note_choices
 from whale_torch.moe.capacity import Capacity, drop, without_dropped
 from whale_torch.moe.dispatch import combine, permute
-from whale_torch.moe.everyone import Everyone
-from whale_torch.moe.experts import Experts, FeedForward, Stacked
-from whale_torch.moe.gates import Gate, Hash, gate_of
+from whale_torch.moe.everyone import Everyone, OnRanks
+from whale_torch.moe.experts import Experts
+from whale_torch.moe.gate import Gate
+from whale_torch.moe.gates import Hash
+from whale_torch.moe.given import check_given, rows_of_tokens
+from whale_torch.moe.options import check_first, check_travel, experts_of, gate_of, routes_of_each
 from whale_torch.moe.routing import Renormalize, Routing
 from whale_torch.moe.tally import Load, Tally
 from whale_torch.moe.unscaled import watch_scale
 from whale_torch.trace.tweaks import register_tweak
 
-__all__ = ["MoELayer", "OnRanks", "rows_of_tokens"]
-
-
-class OnRanks:
-    """The ranks that run a layer: a copy of it runs on them too, and what a pickle of it makes is of one process."""
-
-    def __init__(self, group: Group | None = None):
-        self.group = group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OnRanks:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OnRanks, ()
+__all__ = ["MoELayer"]
 
 
 class MoELayer(nn.Module):
@@ -110,39 +97,14 @@ class MoELayer(nn.Module):
             raise PlanError(f"dim is {dim}.", fix="as wide as tokens are, 1 or more")
         self.gate = gate_of(gate, dim, num_experts, top_k, renormalize, jitter)
         self.dim, self.num_experts, self.top_k = dim, self.gate.num_experts, self.gate.top_k
-        if expert is None:
-            wide = 4 * dim if hidden is None else hidden
-            options: dict[str, Any] = {"activation": activation, "gated": gated, "bias": bias, "slices": slices}
-            self.experts: Experts = FeedForward(self.num_experts, dim, wide, **options)
-        elif hidden is not None or activation != "gelu" or gated or bias is not None:
-            raise PlanError(
-                "hidden, activation, gated and bias say how experts are built here, and expert= gives others.",
-                fix="leave them out, or leave expert out",
-            )
-        elif slices != 1:
-            raise PlanError(
-                f"slices is {slices}, and experts are of a form of their own.",
-                fix="expert=moe.FeedForward(num_experts, dim, hidden, slices=...), or slices=1",
-            )
-        else:
-            self.experts = _experts(expert, self.num_experts)
-        each = None if capacity is None else tuple(capacity)
-        if each is not None and (len(each) != self.num_experts or min(each) < 0):
-            raise PlanError(
-                f"capacity is {list(each)}.", fix=f"a number of routes for each of {self.num_experts} experts"
-            )
+        form: dict[str, Any] = {"hidden": hidden, "activation": activation, "gated": gated, "bias": bias}
+        self.experts = experts_of(expert, self.num_experts, dim, slices=slices, **form)
+        each = routes_of_each(capacity, self.num_experts)
         self.capacity = Capacity(capacity_factor, eval_capacity_factor, min_capacity, drop, each)
-        if aux_loss_of not in ("routes", "first") or (aux_loss_of == "first" and not self.gate.has_first):
-            raise PlanError(
-                f'aux_loss_of="{aux_loss_of}" with a {type(self.gate).__name__} gate.',
-                fix='"routes"; "first" where the gate gives the experts of a token in falling order',
-            )
+        check_first(aux_loss_of, self.gate)
         self.losses = Coefficients(aux_loss_coef, z_loss_coef, importance_coef, of_first=aux_loss_of == "first")
         self.shared = shared
-        if not isinstance(chunks, int) or chunks < 1:
-            raise PlanError(f"chunks is {chunks}.", fix="1, or as many parts as travel beside each other")
-        if wire_dtype is not None and not (isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point):
-            raise PlanError(f"wire_dtype is {wire_dtype!r}.", fix="a floating-point dtype, torch.bfloat16, or None")
+        check_travel(chunks, wire_dtype)
         self.wire_dtype, self.node_memory, self.chunks = wire_dtype, node_memory, chunks
         self.loss_factor = 1.0
         self.load: Load | None = None
@@ -163,7 +125,7 @@ class MoELayer(nn.Module):
         if x.is_meta:
             return self.as_recorded(x, mask, token_ids=token_ids)
         x = rows_of_tokens(x)
-        self._check(x, mask, token_ids)
+        check_given(x, mask, token_ids, self.dim, self.gate)
         flat = x.reshape(-1, self.dim)
         seen = None if mask is None else mask.reshape(-1)
         ids = None if token_ids is None else token_ids.reshape(-1)
@@ -175,7 +137,7 @@ class MoELayer(nn.Module):
 
     def as_recorded(self, x: Tensor, mask: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         """Another forward of the same shape and about as many operations, for tensors without values."""
-        self._check(x, mask, token_ids)
+        check_given(x, mask, token_ids, self.dim, self.gate)
         flat = x.reshape(-1, self.dim)
         if self.training and self.gate.draws:
             flat = flat + 0 * torch.rand_like(flat)
@@ -200,31 +162,6 @@ class MoELayer(nn.Module):
                 fix=f"a module from [n, {self.dim}] to [n, {self.dim}]",
             )
         return out + added
-
-    def _check(self, x: Tensor, mask: Tensor | None, token_ids: Tensor | None) -> None:
-        if x.dim() < 1 or x.shape[-1] != self.dim:
-            raise LayoutError(
-                f"x has shape {tuple(x.shape)}, and the layer is for [..., {self.dim}].",
-                fix=f"tokens of {self.dim} numbers, or a layer of another dim",
-            )
-        if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
-            raise LayoutError(
-                f"mask is {mask.dtype} of shape {tuple(mask.shape)} for x of shape {tuple(x.shape)}.",
-                fix=f"bool, of shape {tuple(x.shape[:-1])}: True for tokens, False for padding",
-            )
-        if token_ids is None:
-            return
-        if not isinstance(self.gate, Hash):
-            raise PlanError(
-                f"token_ids are given, and a {type(self.gate).__name__} gate does not choose by them.",
-                fix="gate=moe.Hash(num_tokens, num_experts), or leave token_ids out",
-            )
-        whole = not (token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool)
-        if token_ids.shape != x.shape[:-1] or not whole:
-            raise LayoutError(
-                f"token_ids are {token_ids.dtype} of shape {tuple(token_ids.shape)} for x of shape {tuple(x.shape)}.",
-                fix=f"whole numbers, of shape {tuple(x.shape[:-1])}",
-            )
 
     def _between_graphs(self, run: Callable[..., Tensor], *given: Any) -> Tensor:
         """What `run` gives, untraced: how many tokens go where is read, differs from step to step, and is exchanged."""
@@ -302,11 +239,6 @@ class MoELayer(nn.Module):
         return without_dropped(routing, self.gate.scale) if self.gate.renormalize == "after" else routing
 
 
-def rows_of_tokens(x: Tensor) -> Tensor:
-    """Tokens with all their features, where a split gave each rank some of them."""
-    return x.implicit_rows("a layer of experts") if isinstance(x, Columns) else x
-
-
 @functools.cache
 def _break_graphs() -> None:
     """Lets torch.compile end a graph there. Called once there is a layer: importing torch's compiler takes a second."""
@@ -340,32 +272,3 @@ def _scores(routing: Routing) -> Tensor | None:
     if routing.probs is None and routing.logits is not None:
         return routing.logits.detach().softmax(1)
     return None if routing.probs is None else routing.probs.detach()
-
-
-def _experts(expert: Callable[[], nn.Module] | Experts, num_experts: int) -> Experts:
-    if isinstance(expert, nn.Module) and not isinstance(expert, Experts):
-        raise PlanError(
-            f"expert is a {type(expert).__name__}, one module, and {num_experts} are to be built.",
-            fix=f"a function that builds one: expert=lambda: {type(expert).__name__}(...)",
-        )
-    made = expert if isinstance(expert, Experts) else _stacked(expert, num_experts)
-    if made.num_experts != num_experts * made.slices:
-        raise PlanError(
-            f"there are {made.num_experts} experts, and the layer has {num_experts}.", fix="equally many of both"
-        )
-    return made
-
-
-def _stacked(expert: Callable[[], nn.Module], num_experts: int) -> Stacked:
-    """Raises PlanError for a split inside an expert: of experts that are stacked it would cut nothing."""
-    around = {opening.annotation.entry for opening in open_scopes()}
-    built = [expert() for _ in range(num_experts)]
-    inside = (a for module in built[0].modules() for a in annotations_of(module))
-    cut = next((a for a in inside if a.kind == "split" and a.entry not in around), None)
-    if cut is not None:
-        raise PlanError(
-            f"{cut.call} stands inside an expert, whose parameters are stacked with those of all experts.",
-            where=cut.site,
-            fix="leave it out; MoELayer(slices=...) cuts each of its own experts",
-        )
-    return Stacked(built)

@@ -17,8 +17,10 @@ from whale_torch.comm.splits import Splits
 from whale_torch.mesh import Mesh
 from whale_torch.moe.alike import check_alike, form_of
 from whale_torch.moe.dispatch import combine, permute
+from whale_torch.moe.everyone import OnRanks
 from whale_torch.moe.experts import FeedForward
-from whale_torch.moe.layer import MoELayer, OnRanks, rows_of_tokens
+from whale_torch.moe.given import check_given, rows_of_tokens
+from whale_torch.moe.layer import MoELayer
 from whale_torch.moe.routing import Routing
 from whale_torch.moe.through_memory import through_memory
 from whale_torch.planning.placement import Blocks
@@ -63,7 +65,7 @@ class SplitMoELayer(SplitModule, MoELayer):
         if twins.size == 1:
             return super().forward(x, mask, token_ids=token_ids)
         x = rows_of_tokens(x)
-        self._check(x, mask, token_ids)
+        check_given(x, mask, token_ids, self.dim, self.gate)
         flat = [None if of is None else of.reshape(-1, *of.shape[x.dim() - 1 :]) for of in (x, mask, token_ids)]
         return self._between_graphs(self._of_slice, *flat).view(x.shape)
 

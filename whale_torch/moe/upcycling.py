@@ -14,7 +14,8 @@ from torch import nn
 from whale_torch.errors import PlanError
 from whale_torch.moe.dense import Dense, feed_forward_of, read_dense, width_of
 from whale_torch.moe.experts import Experts, FeedForward, Stacked
-from whale_torch.moe.gates import Gate, Hash, Prototypes, TopK
+from whale_torch.moe.gate import Gate
+from whale_torch.moe.gates import Hash, Prototypes, TopK
 from whale_torch.moe.layer import MoELayer
 
 __all__ = ["upcycle"]
