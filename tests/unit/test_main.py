@@ -73,7 +73,7 @@ def test_it_names_its_commands(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(sys, "argv", ["whale_torch", "--help"])
     with pytest.raises(SystemExit):
         main()
-    assert "{verify,inspect,diff}" in capsys.readouterr().out
+    assert "{verify,inspect,diff,convert}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
