@@ -401,7 +401,9 @@ def test_ties(tmp_path: Path) -> None:
     assert torch.equal(apart.last.weight, model.first.weight) and apart.last.weight is not apart.first.weight
     apart.last.weight.data.zero_()
     wh.save(tmp_path / "apart", step=0, model=apart)
-    with pytest.raises(CheckpointError, match=r"first.weight and last.weight are one tensor in the model, and their values differ"):
+    with pytest.raises(
+        CheckpointError, match=r"first.weight and last.weight are one tensor in the model, and their values differ"
+    ):
         wh.load(tmp_path / "apart", model=other)
     assert _equal(model, other)
 
@@ -577,3 +579,15 @@ def test_what_is_loaded_trains_on_through_graphs(tmp_path: Path) -> None:
     wh.load(tmp_path, model=model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    model = _net()
+    adam = torch.optim.Adam(model.parameters())
+    wh.save(tmp_path, step=0, model=model, optimizer=adam)
+    for other in (torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adafactor(model.parameters())):
+        with pytest.raises(CheckpointError, match=rf"'betas'.*this {type(other).__name__} has"):
+            wh.load(tmp_path, model=model, optimizer=other)
+    torch.optim.lr_scheduler.StepLR(adam, 2)  # has an option of its own in the groups
+    wh.save(tmp_path, step=1, model=model, optimizer=adam)
+    wh.load(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))

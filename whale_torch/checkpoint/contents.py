@@ -31,6 +31,7 @@ __all__ = [
     "Parts",
     "key_of_rank",
     "mesh_among",
+    "names_of",
     "parts_of",
     "settled",
 ]
@@ -61,6 +62,12 @@ class Parts:
     def names(self) -> dict[int, str]:
         """The names of all parameters, by id; those of further modules behind theirs."""
         return parameter_names(*(("" if k == "model/" else k, module) for k, module in self.modules.items()))
+
+
+def names_of(model: nn.Module | None, optimizer: Optimizers | None, states: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given to a save or a load, to be compared with what other ranks are given."""
+    optimizers = sorted(map(str, optimizer)) if isinstance(optimizer, Mapping) else optimizer is not None
+    return {"model": type(model).__name__, "optimizer": optimizers, "the states' names": sorted(states)}
 
 
 def mesh_among(model: nn.Module | None, states: Mapping[str, Any]) -> Mesh | None:

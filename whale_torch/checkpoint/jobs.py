@@ -131,7 +131,9 @@ def _clear(files: Files, final: Path, locked: contextlib.ExitStack) -> list[Path
             alive = _alive(files, final.parent / name, locked)
             if alive and found[1] == final.name:
                 raise CheckpointError(
-                    f"another job is saving {final}.", fix="give each job a run_dir of its own, or other steps"
+                    f"another job is saving {final}.",
+                    fix="give each job a run_dir of its own, or other steps; "
+                    "of a model that is not parallelized one process saves",
                 )
             if alive is False:
                 dead.append(final.parent / name)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from whale_torch.checkpoint.choice import Choice
-from whale_torch.checkpoint.contents import Optimizers, mesh_among, parts_of
+from whale_torch.checkpoint.contents import Optimizers, mesh_among, names_of, parts_of
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import read_index
 from whale_torch.checkpoint.goal import Goal
@@ -95,6 +95,9 @@ def load(
             goal.decode()
 
         with _saying("Nothing was changed."):
+            asked = {"path": os.fspath(path), "step": step, "tag": tag, "only": only, "assign": assign, "rng": rng}
+            asked |= {"missing_ok": missing_ok, "unexpected_ok": unexpected_ok, "dtype": dtype}
+            ranks.agree("wh.load", asked | names_of(model, optimizer, states))
             folder = Path(ranks.first(f"loading {path}", choose))
             what = f"loading {folder}"
             index = ranks.run(what, lambda: read_index(folder, files))

@@ -24,6 +24,7 @@ __all__ = ["Moments"]
 
 # How an optimizer computes, not what: those of the optimizer that loads stay.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
+_OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # put into groups
 _ON_CPU = ("step", "mu_product")  # numbers that torch keeps on the CPU unless a graph captures them
 
 
@@ -42,6 +43,7 @@ class Moments:
             known = sorted(k.removesuffix("/groups") for k in goal.index.values if k.endswith("/groups"))
             what = self._prefix.strip("/").replace("optimizer/@", "optimizer ").replace("states/", "state ")
             raise CheckpointError(f"the checkpoint has no {what}; it has {known}.", fix="load it without")
+        self._check_kind(goal.index.values[groups])
         goal.take_value(groups)
         keys: dict[str, list[str]] = {}
         for key in (*goal.index.tensors, *goal.index.values):
@@ -66,6 +68,17 @@ class Moments:
                 f"the checkpoint's {type(self._optimizer).__name__} has no state of parameters: "
                 f"{listed('missing', missing, trained)}.",
                 fix="build the optimizer of what it was saved with; missing_ok=True begins those anew",
+            )
+
+    def _check_kind(self, groups: Any) -> None:
+        """An optimizer of another kind would begin anew, and keep what it does not know."""
+        stored = {name for group in groups for name in group["options"]} - _OF_SCHEDULERS
+        known = {name for group in self._optimizer.param_groups for name in group} | set(self._optimizer.defaults)
+        if (lost := stored - known) and (new := set(self._optimizer.defaults) - stored):
+            raise CheckpointError(
+                f"the checkpoint's optimizer has options {sorted(lost)}, and this {type(self._optimizer).__name__} has "
+                f"{sorted(new)} instead.",
+                fix="load into an optimizer of the kind that was saved, or leave optimizer= out and begin anew",
             )
 
     def _check_group(self, groups: str, numbers: list[int]) -> None:

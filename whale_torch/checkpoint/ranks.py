@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,17 @@ class Ranks:
         sizes = gather_equal(torch.tensor([len(mine)], device="cpu"), self._group, name=name).flatten().tolist()
         whole = all_gather_rows(mine, sizes, self._group, name=name)
         return [json.loads(bytes(part.numpy())) for part in whole.split(sizes)]
+
+    def agree(self, what: str, asked: Mapping[str, Any]) -> None:
+        """Raises CheckpointError, alike on all ranks, where they ask for different things."""
+        told = self.gather({name: repr(value) for name, value in asked.items()})
+        for name, first in told[0].items():
+            for rank, other in enumerate(told):
+                if other.get(name) != first:
+                    raise CheckpointError(
+                        f"{what}: {name} is {first} on rank 0 and {other.get(name)} on rank {rank}.",
+                        fix="give the same on every rank",
+                    )
 
     def together(self, what: str, run: Callable[[], Any]) -> list[Any]:
         """What `run` gives on every rank, plain data.

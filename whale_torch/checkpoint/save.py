@@ -6,14 +6,14 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
 from whale_torch.checkpoint.boxes import Box
-from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, parts_of, settled
+from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, names_of, parts_of, settled
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import LATEST, folder_of, make_run_dir, tag_pointer, temporary, whole_step
 from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredFile, StoredTensor, dtype_name
@@ -108,10 +108,12 @@ def save(
     unless in the background.
     Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a rank fails to.
     """
-    step = whole_step(step)
-    final = Path(run_dir).absolute() / folder_of(step)  # whatever folder the process is in when it is written
     mesh = mesh_among(model, states)
     ranks = Ranks(mesh)
+    asked = {"run_dir": os.fspath(run_dir), "step": step, "tag": tag, "keep_last": keep_last, "rng": rng, "wait": wait}
+    ranks.agree("wh.save", asked | {"if_busy": if_busy} | names_of(model, optimizer, states))
+    step = whole_step(step)
+    final = Path(run_dir).absolute() / folder_of(step)  # whatever folder the process is in when it is written
     saving = _Saving(final, step, Files() if files is None else files, ranks, tag, keep_last)
     saving.progress = progress if wait else bool(progress)
 
@@ -219,7 +221,7 @@ class _Saving:
             if not items:
                 return [[], {}]
             total, seen = sum(item.num_bytes for item in items), self.progress if self.ranks.index == 0 else False
-            with shown(self._files, self.what, total, seen) as files:
+            with shown(self._files, self.what, total, seen) as files, self._seen():
                 pieces, file = write_payload(files, self._folder / name, items, self._identity, blocks)
             stored = [inventory.tensors[i.key].stored(p) for i, p in zip(items, pieces, strict=True)]
             return [stored, {name: file.to_json()}]
@@ -227,6 +229,17 @@ class _Saving:
         written = self.ranks.together(self.what, run)
         files = {name: StoredFile(*file) for _, of_rank in written for name, file in of_rank.items()}
         return [one for of_rank, _ in written for one in of_rank], files
+
+    @contextlib.contextmanager
+    def _seen(self) -> Iterator[None]:
+        """The folder is the first rank's work."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self._folder}, which rank 0 made, is not there.",
+                fix="give a run_dir on a file system that all ranks share",
+            ) from error
 
     def commit(self, inventory: Inventory, written: tuple[list[Any], dict[str, StoredFile]]) -> None:
         """Writes the index, and makes the folder the checkpoint."""
