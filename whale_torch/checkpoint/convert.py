@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -17,7 +18,7 @@ from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.formats.dcp import write_dcp
 from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.formats.safetensors import SAFETENSORS, write_safetensors
-from whale_torch.checkpoint.formats.source import Source
+from whale_torch.checkpoint.formats.source import Composed, Part, Source
 from whale_torch.checkpoint.formats.torch_files import EXTRA, MODEL, OPTIMIZER, rest_of, write_torch
 from whale_torch.checkpoint.formats.trees import (
     GROUPS,
@@ -61,6 +62,7 @@ def convert(
     config: str | os.PathLike[str] | None = None,
     rename: Mapping[str, str] | None = None,
     step: int | None = None,
+    vocabulary: int | None = None,
 ) -> Converted:
     """Writes what `source` holds in another form, never with more than a chunk of a tensor in memory.
 
@@ -70,9 +72,10 @@ def convert(
     source), "torch" (a file with the model's state_dict, or a folder with model.pt, optimizer.pt and extra.pt), "dcp"
     (a folder, with names as torch's get_state_dict gives them). shard_bytes: of a file of safetensors. rename: regular
     expressions that match whole names of the model's tensors, and what they are called in the target (\\1 is a group).
-    step: of the checkpoint, where the source does not say it.
-    Returns what was written, and what the form has no place for. Raises CheckpointError for what cannot be read, is
-    damaged, or is there already.
+    step: of the checkpoint, where the source does not say it. vocabulary: rows to keep of what the source pads to more
+    (Megatron-LM does); by default what config says, else all.
+    Returns what was written, and what the form has no place for, or the source has in a way that is not read. Raises
+    CheckpointError for what cannot be read, is damaged, or is there already.
     """
     if to not in get_args(Form):
         raise CheckpointError(f"to={to!r} is no form.", fix=f"one of {', '.join(get_args(Form))}")
@@ -80,11 +83,12 @@ def convert(
     if not opened.tensors:
         raise CheckpointError(f"{source} holds no tensors.", fix="give another source")
     opened.check({key: [Box.whole(one.shape)] for key, one in opened.tensors.items()})
+    _unpad(opened, vocabulary, None if config is None else Path(config))
     if rename:
         _rename(opened, rename)
     target = Path(target)
     opened.step = opened.step if step is None else step
-    left_out: list[str] = []
+    left_out = list(opened.left_out)
     if to == "whale":
         path = _to_whale(files, opened, target)
     else:
@@ -95,7 +99,7 @@ def convert(
         try:
             job = _Job(files, opened, temporary, target, shard_bytes, None if config is None else Path(config))
             path = write(job)
-            left_out = job.left_out
+            left_out += job.left_out
         finally:
             if temporary.exists():
                 shutil.rmtree(temporary)
@@ -106,6 +110,27 @@ def convert(
 def _new(target: Path) -> None:
     if target.exists():
         raise CheckpointError(f"{target} exists.", fix="give a new path: nothing is overwritten")
+
+
+def _unpad(source: Source, rows: int | None, config: Path | None) -> None:
+    """Leaves out the rows that a vocabulary was padded with."""
+    if rows is None and config is not None and source.padded:
+        path = config / "config.json" if config.is_dir() else config
+        try:
+            told = json.loads(path.read_text()).get("vocab_size")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read as a config: {error}.", fix="give another config=") from error
+        rows = told if isinstance(told, int) else None
+    for key in source.padded if rows is not None else ():
+        entry = source.tensors.get(key)
+        if entry is None or rows is None:
+            continue
+        if not 0 < rows <= entry.shape[0]:
+            raise CheckpointError(
+                f"'{key}' has {entry.shape[0]} rows, and the vocabulary would have {rows}.", fix="vocabulary="
+            )
+        shape = (rows, *entry.shape[1:])
+        source.tensors[key] = Composed(entry.dtype, shape, [Part(Box.whole(shape), entry, (0,) * len(shape))])
 
 
 def _rename(source: Source, rename: Mapping[str, str]) -> None:

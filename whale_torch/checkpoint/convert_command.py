@@ -21,6 +21,7 @@ def add_convert(commands: Any) -> None:
     one.add_argument("--shard-gb", type=float, default=5.0, help="most of a safetensors file, in 10^9 bytes")
     one.add_argument("--config", help="of --to hf: a config.json, or a folder with one and a tokenizer")
     one.add_argument("--step", type=int, help="of --to whale, where the source does not say it")
+    one.add_argument("--vocabulary", type=int, help="rows to keep of a vocabulary that the source pads (Megatron-LM)")
     one.add_argument("--rename", nargs=2, action="append", default=[], metavar=("PATTERN", "NAME"),
                      help="a regular expression for whole names, and what they become; may be repeated")  # fmt: skip
 
@@ -35,6 +36,7 @@ def run_convert(asked: argparse.Namespace) -> int:
             shard_bytes=int(asked.shard_gb * 10**9),
             config=asked.config,
             step=asked.step,
+            vocabulary=asked.vocabulary,
             rename=dict(asked.rename),
         )
     except (CheckpointError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed with ZeRO 1 or 2: weights and moments lie flat over the ranks, in the order of parameters."""
+"""Folders of DeepSpeed with ZeRO 1 or 2, where weights and moments lie flat over the ranks, and its universal ones."""
 
 from __future__ import annotations
 
@@ -13,60 +13,90 @@ from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.formats.foreign import load_foreign
+from whale_torch.checkpoint.formats.foreign import attributes, load_foreign
 from whale_torch.checkpoint.formats.source import Composed, Entry, InMemory, Part, Reshaped, Source
+from whale_torch.checkpoint.formats.unpickling import Record
 from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError
 
 __all__ = ["is_deepspeed", "read_deepspeed"]
 
-_LATEST = "latest"
+_LATEST = ("latest", "latest_universal")
 _MODEL = "mp_rank_00_model_states.pt"
-_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_WEIGHTS = "single_partition_of_fp32_groups"
+_EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_00_model_states\.pt")
+_LOCAL = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_WEIGHTS, _SLICES = "single_partition_of_fp32_groups", "param_slice_mappings"
 _SLACK = 2  # elements a rank by which a flat group may be longer: DeepSpeed aligns partitions to that
+_WAY = "let DeepSpeed's ds_to_universal.py make a universal checkpoint, which is read here, or zero_to_fp32.py weights"
+
+Shape = tuple[int, ...]
 
 
 def is_deepspeed(path: Path) -> bool:
-    return any(path.glob(f"global_step*/{_MODEL}")) or any(path.glob("*_model_states.pt"))
+    return any(any(path.glob(one)) for one in (f"global_step*/{_MODEL}", "*_model_states.pt", "zero/*/fp32.pt")) or any(
+        path.glob("*/zero/*/fp32.pt")
+    )
 
 
 def read_deepspeed(path: Path, files: Files) -> Source:
-    """The float32 weights and the moments that the optimizer's partitions hold; buffers from the model's own file.
+    """The float32 weights and the moments that the optimizer's partitions hold, else the model's own; experts by global
+    numbers; buffers from the model's own file.
 
     Raises CheckpointError for ZeRO 3, for ranks of a tensor or pipeline parallel model, and where a partition is
     missing.
     """
     folder = _step(path)
-    others = [one.name for one in folder.glob("*_model_states.pt") if one.name != _MODEL]
-    if others or not (folder / _MODEL).is_file():
+    if (folder / "zero").is_dir():
+        return read_universal(folder)
+    names = sorted(one.name for one in folder.glob("*_model_states.pt"))
+    others = [name for name in names if name != _MODEL and not _EXPERT.fullmatch(name)]
+    if others or _MODEL not in names:
         raise CheckpointError(
-            f"{folder} holds {', '.join(sorted(others)[:3]) or 'no ' + _MODEL}, which is not read here.",
-            fix="of ZeRO 3, or of several model ranks, let DeepSpeed's zero_to_fp32.py make one state dict first",
+            f"{folder} holds {', '.join(others[:3]) or 'no ' + _MODEL}, which is not read here.", fix=_WAY
         )
-    model = load_foreign(folder / _MODEL)
+    model = _dict(load_foreign(folder / _MODEL), folder / _MODEL)
+    tensors = {name: one for name, one in attributes(model.get("module")).items() if isinstance(one, Tensor)}
+    for name in names:
+        if _EXPERT.fullmatch(name):
+            tensors |= _dict(load_foreign(folder / name), folder / name)
     partitions = _partitions(folder)
     source = Source(folder, {})
     source.step = model.get("global_steps") if isinstance(model.get("global_steps"), int) else None
     shapes = model.get("param_shapes") or []
     groups = [shapes] if isinstance(shapes, dict) else list(shapes)
-    if partitions:
-        _add_partitions(source, folder, groups, partitions)
-    for name, value in (model.get("module") or {}).items():
-        if isinstance(value, Tensor):
-            source.tensors.setdefault(f"model/{name}", InMemory(value))
+    try:
+        if partitions and groups:
+            _add_partitions(source, folder, groups, partitions)
+        elif partitions:
+            _add_fragments(source, folder, {name: tuple(one.shape) for name, one in tensors.items()}, partitions)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CheckpointError(
+            f"the partitions of {folder} cannot be read: {type(error).__name__}: {error}.", fix=_WAY
+        ) from error
+    for name, value in tensors.items():
+        source.tensors.setdefault(f"model/{name}", InMemory(value))
     for name, first in (model.get("shared_params") or {}).items():
         source.tensors.pop(f"model/{name}", None)
         source.ties[f"model/{name}"] = f"model/{first}"
+    if not partitions and (model.get("optimizer") is not None or any(folder.glob("expp_rank_*_optim_states.pt"))):
+        source.left_out.append("the optimizer of a run without ZeRO, which keeps no names: save with ZeRO 1 or 2")
     return source
 
 
+def _dict(value: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a dict.", fix="give another checkpoint")
+    return value
+
+
 def _step(path: Path) -> Path:
-    if any(path.glob("*_model_states.pt")):
+    if any(path.glob("*_model_states.pt")) or (path / "zero").is_dir():
         return path
-    tag = (path / _LATEST).read_text().strip() if (path / _LATEST).is_file() else ""
-    if tag and Path(tag).name == tag and (path / tag).is_dir():
-        return path / tag
+    for latest in _LATEST:
+        tag = (path / latest).read_text().strip() if (path / latest).is_file() else ""
+        if tag and Path(tag).name == tag and (path / tag).is_dir():
+            return path / tag
     steps = sorted(path.glob("global_step*"), key=lambda one: int(re.sub(r"\D", "", one.name) or 0))
     if not steps:
         raise CheckpointError(f"{path} has no folder of a step.", fix="give the folder with mp_rank_00_model_states.pt")
@@ -79,16 +109,15 @@ def _partitions(folder: Path) -> list[dict[str, Any]]:
     for one in folder.iterdir():
         match = _OPTIMIZER.fullmatch(one.name)
         if match is not None:
-            found[int(match[1])] = load_foreign(one)["optimizer_state_dict"]
+            found[int(match[1])] = _dict(_dict(load_foreign(one), one).get("optimizer_state_dict"), one)
     for rank, state in found.items():
-        stage = int(state.get("zero_stage", 1))
+        stage = state.get("zero_stage", 1)
+        stage = stage.arguments[0] if isinstance(stage, Record) and stage.arguments else stage
         if stage not in (1, 2) or _WEIGHTS not in state:
             raise CheckpointError(
-                f"rank {rank} of {folder} was saved by ZeRO {stage}; 1 and 2 are read here.",
-                fix="let DeepSpeed's zero_to_fp32.py make one state dict first",
+                f"rank {rank} of {folder} was saved by ZeRO {stage}; 1 and 2 are read here.", fix=_WAY
             )
-        count = state.get("partition_count", len(found))
-        count = max(count) if isinstance(count, list | tuple) else count
+        count = max(_counts(state, len(found)))
         if count != len(found) or set(found) != set(range(count)):
             raise CheckpointError(
                 f"{folder} has partitions of ranks {sorted(found)}, of {count}.", fix="give all ranks' files"
@@ -96,31 +125,173 @@ def _partitions(folder: Path) -> list[dict[str, Any]]:
     return [found[rank] for rank in sorted(found)]
 
 
+def _counts(state: dict[str, Any], ranks: int) -> list[int]:
+    """Over how many ranks each group is cut."""
+    count = state.get("partition_count", ranks)
+    return list(count) if isinstance(count, list | tuple) else [count] * len(state[_WEIGHTS])
+
+
+def _states(partitions: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """What the optimizer keeps of a group on each rank; none where one has nothing."""
+    found = []
+    for one in partitions:
+        base = one.get("base_optimizer_state") or one.get("optimizer_state_dict") or {}
+        # of an elastic checkpoint a list without options of groups
+        state = base[number] if isinstance(base, list) else base.get("state", {}).get(number)
+        found.append({key: value for key, value in (state or {}).items() if isinstance(value, Tensor | int | float)})
+    return found if all(found) else []
+
+
+def _options(partitions: Sequence[dict[str, Any]], number: int) -> dict[str, Any]:
+    base = partitions[0].get("base_optimizer_state") or {}
+    group = base["param_groups"][number] if isinstance(base, dict) else {}
+    step = partitions[0].get("base_optimizer_state_step")
+    return ({} if step is None else {"step": step}) | {
+        k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor | Record)
+    }
+
+
+def _add_numbers(source: Source, names: Sequence[str], state: dict[str, Any], options: dict[str, Any]) -> None:
+    """What is one number for all parameters of a group; takes a step that is an option away."""
+    numbers = {kind: value for kind, value in state.items() if not isinstance(value, Tensor) or not value.dim()}
+    step = options.pop("step", None)  # of DeepSpeed's own Adam
+    if step is not None:
+        numbers.setdefault("step", step)
+    for kind, value in numbers.items():
+        alike = InMemory(torch.tensor(float(value)))
+        source.tensors |= {f"optimizer/{name}/{kind}": alike for name in names}
+
+
 def _add_partitions(
     source: Source, folder: Path, shapes: Sequence[dict[str, Any]], partitions: Sequence[dict[str, Any]]
 ) -> None:
-    base = [one.get("base_optimizer_state") or {} for one in partitions]
     told = []
     for number, group in enumerate(shapes):
         names = {name: tuple(shape) for name, shape in group.items()}
         _add_flat(source, folder, names, [one[_WEIGHTS][number] for one in partitions], "model/{}")
-        states = [one["state"].get(number, {}) for one in base if isinstance(one, dict) and "state" in one]
-        for kind, value in (states[0] if len(states) == len(partitions) else {}).items():
+        states = _states(partitions, number)
+        if not states:
+            continue
+        for kind, value in states[0].items():
             if isinstance(value, Tensor) and value.dim():
                 _add_flat(source, folder, names, [one[kind] for one in states], f"optimizer/{{}}/{kind}")
-            else:
-                alike = InMemory(torch.tensor(float(value)))
-                source.tensors |= {f"optimizer/{name}/{kind}": alike for name in names}
-        if len(states) == len(partitions):
-            options = base[0]["param_groups"][number]
-            options = {k: v for k, v in options.items() if k != "params" and not isinstance(v, Tensor)}
-            step = options.pop("step", None)  # of DeepSpeed's own Adam
-            if step is not None:
-                for name in names:
-                    source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(float(step))))
-            told.append({"params": list(names), "options": options})
+        options = _options(partitions, number)
+        _add_numbers(source, list(names), states[0], options)
+        told.append({"params": list(names), "options": options})
     if told:
         source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
+
+
+def _add_fragments(
+    source: Source, folder: Path, shapes: dict[str, Shape], partitions: Sequence[dict[str, Any]]
+) -> None:
+    """Of a model with experts, where each rank says which part of a parameter it has; experts lie on every n-th rank.
+
+    A rank calls its experts by local numbers.
+    """
+    if any(_SLICES not in one for one in partitions):
+        source.left_out.append("the optimizer, whose files do not say where parameters lie: save with DeepSpeed >= 0.7")
+        return
+    local: dict[str, int] = {}
+    for group in partitions[0][_SLICES]:
+        for match in filter(None, map(_LOCAL.fullmatch, group)):
+            local[match[1]] = max(local.get(match[1], 0), int(match[2]) + 1)
+    told = []
+    for number, count in enumerate(_counts(partitions[0], len(partitions))):
+        if len(partitions) % count:
+            raise ValueError(f"group {number} is cut over {count} of {len(partitions)} ranks")
+        options = _options(partitions, number)
+        names: list[str] = []
+        for first in range(len(partitions) // count):
+            ranks = partitions[first :: len(partitions) // count]
+            states = _states(ranks, number)
+            here = {name: _global(name, first, local) for one in ranks for name in one[_SLICES][number]}
+            for name, known in here.items():
+                slices = [one[_SLICES][number].get(name) for one in ranks]
+                weights = [one[_WEIGHTS][number] for one in ranks]
+                source.tensors[f"model/{known}"] = _joined(weights, slices, shapes[known], f"'{known}' in {folder}")
+                for kind in states[0] if states else ():
+                    values = [one[kind] for one in states]
+                    if isinstance(values[0], Tensor) and values[0].dim():
+                        moment = _joined(values, slices, shapes[known], f"{kind} of '{known}' in {folder}")
+                        source.tensors[f"optimizer/{known}/{kind}"] = moment
+            if states:
+                _add_numbers(source, list(here.values()), states[0], dict(options))
+            names += here.values()
+        options.pop("step", None)
+        told.append({"params": names, "options": options})
+    source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
+
+
+def _global(name: str, rank: int, local: dict[str, int]) -> str:
+    match = _LOCAL.fullmatch(name)
+    return name if match is None else f"{match[1]}{rank * local[match[1]] + int(match[2])}{match[3]}"
+
+
+def _joined(flat: Sequence[Tensor], slices: Sequence[Any], shape: Shape, what: str) -> Entry:
+    """A parameter from its part of each rank's flat tensor."""
+    parts, at = [], 0
+    for values, one in zip(flat, slices, strict=True):
+        if one is not None and one.numel:
+            if one.start < 0 or one.start + one.numel > values.numel():
+                raise CheckpointError(f"a slice of {what} lies outside of its partition.", fix="give all files anew")
+            parts.append(Part(Box((at,), (one.numel,)), InMemory(values.reshape(-1)), (one.start,)))
+            at += one.numel
+    if at != math.prod(shape):
+        raise CheckpointError(f"{what} has {at} elements, not {list(shape)}.", fix="give all ranks' files of one step")
+    return Reshaped(Composed(flat[0].dtype, (at,), parts), shape)
+
+
+def read_universal(folder: Path) -> Source:
+    """What ds_to_universal.py makes: a folder for each parameter, with a file of its weights and of each moment."""
+    source = Source(folder, {})
+    names = sorted(one.name for one in (folder / "zero").iterdir() if (one / "fp32.pt").is_file())
+    for name in names:
+        for one in sorted((folder / "zero" / name).glob("*.pt")):
+            value = load_foreign(one)
+            value = value.get("param") if isinstance(value, dict) else value
+            if isinstance(value, int | float):
+                value = torch.tensor(float(value))
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"{one} holds no tensor.", fix="make the universal checkpoint again")
+            key = f"model/{name}" if one.stem == "fp32" else f"optimizer/{name}/{one.stem}"
+            source.tensors[key] = InMemory(value)
+    of_group: dict[int, list[str]] = {}
+    for one in sorted(folder.glob("mp_rank_*_model_states.pt")):
+        model = _dict(load_foreign(one), one)
+        source.step = model["global_steps"] if isinstance(model.get("global_steps"), int) else source.step
+        shapes = model.get("param_shapes") or []
+        for number, group in enumerate([shapes] if isinstance(shapes, dict) else shapes):
+            known = of_group.setdefault(number, [])
+            known += [name for name in group if name in names and name not in known]
+        buffers = attributes(model.get("module"))
+        for name in model.get("buffer_names") or ():
+            if isinstance(buffers.get(name), Tensor):
+                source.tensors.setdefault(f"model/{name}", InMemory(buffers[name]))
+        for name, first in (model.get("shared_params") or {}).items():
+            source.ties[f"model/{name}"] = f"model/{first}"
+    if not any(key.startswith("optimizer/") for key in source.tensors):
+        return source
+    kept = folder / "zero/optimizer_state.pt"
+    groups = _dict(load_foreign(kept), kept).get("param_groups") if kept.is_file() else None
+    if isinstance(groups, list) and len(groups) == 1 and not of_group:
+        of_group[0] = names
+    options = [
+        {
+            k: v
+            for k, v in attributes(group).items()
+            if k != "params" and isinstance(v, int | float | str | tuple | None)
+        }
+        for group in (groups or [{} for _ in of_group])
+    ]
+    for one in options:
+        step = one.pop("step", None)
+        if step is not None:
+            for name in names:
+                source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(float(step))))
+    told = [{"params": of_group.get(n, []), "options": one} for n, one in enumerate(options)]
+    source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
+    return source
 
 
 def _add_flat(

@@ -16,6 +16,7 @@ from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.formats.foreign import attributes, load_foreign
 from whale_torch.checkpoint.formats.source import Composed, Entry, InMemory, Part, Source
+from whale_torch.checkpoint.formats.unpickling import Record
 from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError
 
@@ -23,6 +24,7 @@ __all__ = ["RULES", "Rule", "is_megatron", "read_megatron"]
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
+_DISTRIBUTED = "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 
 
@@ -32,13 +34,15 @@ class Rule:
 
     pattern: of Megatron's whole name; layers and experts have global numbers. names: one for each tensor that is fused
     in it, in `fused` order. dim: along which ranks cut, None for a copy on each. fused: "qkv" for rows of query heads,
-    keys and values of one group after the other; "halves" for two blocks of rows on each rank.
+    keys and values of one group after the other; "halves" for two blocks of rows on each rank. padded: whether its rows
+    are those of the vocabulary and some more.
     """
 
     pattern: str
     names: tuple[str, ...]
     dim: int | None = None
     fused: str = ""
+    padded: bool = False
 
 
 _LAYER = r"decoder\.layers\.(\d+)\."
@@ -46,8 +50,8 @@ _TO = r"model.layers.\1."
 _EXPERT = rf"{_LAYER}mlp\.experts\.local_experts\.(\d+)\."
 _TO_EXPERT = rf"{_TO}block_sparse_moe.experts.\2."
 RULES = (
-    Rule(r"embedding\.word_embeddings\.weight", ("model.embed_tokens.weight",), 0),
-    Rule(r"output_layer\.weight", ("lm_head.weight",), 0),
+    Rule(r"embedding\.word_embeddings\.weight", ("model.embed_tokens.weight",), 0, padded=True),
+    Rule(r"output_layer\.weight", ("lm_head.weight",), 0, padded=True),
     Rule(r"decoder\.final_layernorm\.(weight|bias)", (r"model.norm.\1",)),
     Rule(
         rf"{_LAYER}(?:input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)(weight|bias)",
@@ -76,6 +80,9 @@ RULES = (
 )  # fmt: skip
 """Megatron core's GPT with gated feed-forwards, as Llama and Mixtral are called by Hugging Face."""
 
+_WAY = (
+    "convert it first with Megatron's own tools/checkpoint/convert.py --saver core, or save it as Hugging Face has it"
+)
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.weight(\d+)")  # experts in one grouped product
 _NUMBERED = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 _LOCAL = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
@@ -124,8 +131,28 @@ class _Reading:
                 virtual = isinstance(data, dict) and "model0" in data
                 raise CheckpointError(
                     f"{one} has no 'model'" + (": it is of a virtual pipeline." if virtual else "."),
-                    fix="save without a virtual pipeline" if virtual else "give a checkpoint of Megatron core's GPT",
+                    fix=_WAY if virtual else "give a checkpoint of Megatron core's GPT",
                 )
+            self._check(one, data)
+
+    def _check(self, path: Path, data: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for what would be read wrongly by the rules."""
+        version, told = data.get("checkpoint_version", 3.0), self._arguments
+        faults = {
+            "is older than Megatron core, with nested names": "language_model" in data["model"],
+            f"is of version {version}, which orders queries, keys and values otherwise": (
+                not isinstance(version, int | float) or version < 2
+            ),
+            "has norms around 1 (apply_layernorm_1p)": told.get("apply_layernorm_1p") is True,
+            "has interleaved rotary embeddings (rotary_interleaved)": told.get("rotary_interleaved") is True,
+            "cuts experts over other tensor ranks (expert_tensor_parallel_size)": told.get(
+                "expert_tensor_parallel_size"
+            )
+            not in (None, told.get("tensor_model_parallel_size")),
+        }
+        for what, is_so in faults.items():
+            if is_so:
+                raise CheckpointError(f"{path} {what}, which is not read here.", fix=_WAY)
 
     def source(self) -> Source:
         source = Source(self._folder, {})
@@ -147,6 +174,8 @@ class _Reading:
             for outside, entry in self._whole(name, [of_ranks[rank] for rank in sorted(of_ranks)]):
                 key = f"model/{outside}" if kind == "model" else f"optimizer/{outside}/{kind}"
                 source.tensors[key] = entry
+                if self._rule(name, next(iter(of_ranks.values())))[1].padded:
+                    source.padded.add(key)
         self._finish(source)
         return source
 
@@ -209,7 +238,7 @@ class _Reading:
             if isinstance(value, Tensor) and not name.endswith("_extra_state"):
                 grouped = _GROUPED.fullmatch(name)
                 model[f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}.weight" if grouped else name] = value
-        return {"model": model} | _moments(path, self._data[path].get("optimizer"), model)
+        return {"model": model} | self._moments(path, self._data[path].get("optimizer"), model)
 
     def _whole(self, name: str, parts: Sequence[Tensor]) -> Iterator[tuple[str, Entry]]:
         match, rule = self._rule(name, parts[0])
@@ -235,7 +264,8 @@ class _Reading:
             halves = [(InMemory(one), one.shape[0] // 2) for one in parts]
             if not self._arguments.get("swiglu", True):
                 raise CheckpointError(
-                    f"'{name}' is not gated, and the rules are for gated feed-forwards.", fix="rules="
+                    f"'{name}' is not gated, and the rules are for gated feed-forwards.",
+                    fix="whale_torch.checkpoint.formats.megatron.read_megatron(path, files, rules=...)",
                 )
             return [_joined(0, [(one, [(at * n, n)]) for one, n in halves]) for at in (0, 1)]
         heads, groups = self._arguments.get("num_attention_heads"), self._arguments.get("num_query_groups")
@@ -264,20 +294,84 @@ class _Reading:
             for key in [k for k in source.tensors if k.partition("/")[2].startswith("lm_head.weight")]:
                 del source.tensors[key]
             source.ties["model/lm_head.weight"] = "model/model.embed_tokens.weight"
+        if any((path.parent / _DISTRIBUTED).is_file() for path in self._data):
+            source.left_out.append(f"the optimizer in {_DISTRIBUTED}: save without --use-distributed-optimizer")
         named = sorted({key.split("/")[1] for key in source.tensors if key.startswith("optimizer/")})
         if not named:
             return
-        groups = self._first["optimizer"]["optimizer"]["param_groups"]
-        told = []
+        inner = _optimizers(self._first["optimizer"])
+        groups = [group for one in inner for group in one["param_groups"]]
+        told: dict[tuple[Any, ...], dict[str, Any]] = {}
         for group in groups:
-            decays = group.get("wd_mult", 1.0) != 0.0
-            options = {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor)}
-            names = [name for name in named if _decays(name, source.tensors[f"model/{name}"].shape) is decays]
-            told.append({"params": names, "options": options})
-        step = next((group["step"] for group in groups if "step" in group), source.step or 0)
+            options = {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor | Record)}
+            names = [name for name in named if self._is_in(group, groups, name, source.tensors[f"model/{name}"].shape)]
+            told.setdefault(tuple(names), {"params": names, "options": options})
+        steps = [group["step"] for group in groups if isinstance(group.get("step"), int)]
+        steps += [state["step"] for one in inner for state in one["state"].values() if "step" in state]
+        step = float(steps[0] if steps else source.step or 0)
         for name in named:
-            source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(float(step))))
-        source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
+            source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(step)))
+        source.values["optimizer/groups"] = encode(list(told.values()), "optimizer/groups", {})
+
+    def _is_in(self, group: Mapping[str, Any], groups: Sequence[Any], name: str, shape: Sequence[int]) -> bool:
+        """Whether a parameter is in a group: by whether it decays, is one rank's expert, or has its own learning rate.
+
+        All but biases and what has one dim decay.
+        """
+        decays = len(shape) > 1 and not name.endswith("bias")
+        if self._arguments.get("apply_wd_to_qk_layernorm") and re.search(r"[qk]_(layer)?norm\.", name):
+            decays = True
+        ranks = self._arguments.get("expert_model_parallel_size") or 1
+        is_expert = ranks > 1 and ".experts." in name
+        own_rate = any(one.get("is_decoupled_lr") for one in groups) and re.search(
+            r"word_embeddings|position_embeddings|output_layer|embed_tokens|lm_head", name
+        )
+        return (
+            decays is (group.get("wd_mult", 1.0) != 0.0)
+            and is_expert is bool(group.get("is_expert_parallel", is_expert))
+            and bool(own_rate) is bool(group.get("is_decoupled_lr", False))
+        )
+
+    def _moments(self, path: Path, saved: Any, model: Mapping[str, Tensor]) -> dict[str, Tensors]:
+        """States of each optimizer by the names of parameters, none where it saved none here.
+
+        Megatron numbers parameters group by group, each in the model's order; experts of several ranks have an
+        optimizer of their own.
+        """
+        inner = [one for one in _optimizers(saved) if one.get("state")]
+        every = [group for one in inner for group in one["param_groups"]]
+        found: dict[str, Tensors] = defaultdict(dict)
+        for one in inner:
+            numbers: dict[int, str] = {}
+            for group in one["param_groups"]:
+                names = [name for name, value in model.items() if self._is_in(group, every, name, value.shape)]
+                if len(names) != len(group["params"]) and group["params"]:
+                    raise CheckpointError(
+                        f"a group of the optimizer in {path} has {len(group['params'])} parameters, and {len(names)} "
+                        "of the model's belong to it.",
+                        fix="convert the weights alone: remove 'optimizer' from the files",
+                    )
+                numbers |= dict(zip(group["params"], names, strict=False))
+            for number, state in one["state"].items():
+                for kind, value in attributes(state).items():
+                    if not isinstance(value, Tensor) or not value.dim():
+                        continue
+                    name = numbers[number]
+                    if value.shape != model[name].shape:
+                        raise CheckpointError(
+                            f"'{kind}' of parameter {number} in {path} has shape {list(value.shape)}, and '{name}' has "
+                            f"{list(model[name].shape)}.",
+                            fix="convert the weights alone: remove 'optimizer' from the files",
+                        )
+                    found[kind][name] = value
+        return dict(found)
+
+
+def _optimizers(saved: Any) -> list[dict[str, Any]]:
+    """The state_dicts of torch's that Megatron's hold: one, one behind a scaler, or one for experts too."""
+    several = saved if isinstance(saved, list) else [saved]
+    inner = [one.get("optimizer", one) if isinstance(one, dict) else None for one in several]
+    return [one for one in inner if isinstance(one, dict) and "param_groups" in one and "state" in one]
 
 
 def _joined(dim: int, parts: Sequence[tuple[Entry, Sequence[tuple[int, int]]]]) -> Entry:
@@ -292,43 +386,3 @@ def _joined(dim: int, parts: Sequence[tuple[Entry, Sequence[tuple[int, int]]]]) 
             at += count
     first = parts[0][0]
     return Composed(first.dtype, (*first.shape[:dim], at, *first.shape[dim + 1 :]), made)
-
-
-def _decays(name: str, shape: Sequence[int]) -> bool:
-    """Whether Megatron lets weights decay: all but biases and what has one dim."""
-    return not name.endswith("bias") and len(shape) > 1
-
-
-def _moments(path: Path, saved: Any, model: Mapping[str, Tensor]) -> dict[str, Tensors]:
-    """States of Megatron's mixed-precision optimizer by the names of parameters, none where it saved none here.
-
-    It numbers parameters group by group, in the model's order, those that decay and those that do not.
-    """
-    inner = saved.get("optimizer") if isinstance(saved, dict) else None
-    if not isinstance(inner, dict) or not inner.get("state"):
-        return {}
-    numbers: dict[int, str] = {}
-    for group in inner["param_groups"]:
-        decays = group.get("wd_mult", 1.0) != 0.0
-        names = [name for name, value in model.items() if _decays(name, value.shape) is decays]
-        if len(names) != len(group["params"]):
-            raise CheckpointError(
-                f"a group of the optimizer in {path} has {len(group['params'])} parameters, and {len(names)} of the "
-                f"model's {'decay' if decays else 'do not decay'}.",
-                fix="convert the weights alone: remove 'optimizer' from the files",
-            )
-        numbers |= dict(zip(group["params"], names, strict=True))
-    found: dict[str, Tensors] = defaultdict(dict)
-    for number, state in inner["state"].items():
-        for kind, value in state.items():
-            if not isinstance(value, Tensor) or not value.dim():
-                continue
-            name = numbers[number]
-            if value.shape != model[name].shape:
-                raise CheckpointError(
-                    f"'{kind}' of parameter {number} in {path} has shape {list(value.shape)}, and '{name}' has "
-                    f"{list(model[name].shape)}.",
-                    fix="convert the weights alone: remove 'optimizer' from the files",
-                )
-            found[kind][name] = value
-    return dict(found)
