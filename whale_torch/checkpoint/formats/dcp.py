@@ -23,7 +23,7 @@ from whale_torch.checkpoint.formats.torch_files import load_torch
 from whale_torch.checkpoint.formats.trees import optimizer_tree, optimizers_in, plain, tensors_of_values
 from whale_torch.checkpoint.formats.unpickling import read_pickle, restricted
 from whale_torch.checkpoint.values import encode
-from whale_torch.errors import CheckpointError
+from whale_torch.errors import CheckpointError, first_line
 
 __all__ = ["is_dcp", "read_dcp", "write_dcp"]
 
@@ -56,16 +56,18 @@ class _Stored(Entry):
         with torch.serialization.skip_data():
             found = load_torch_part(self.path, self.offset, self.length)
         if not isinstance(found, Tensor) or found.dtype != self.dtype or tuple(found.shape) != self.shape:
-            raise CheckpointError(
-                f"{self.path} is damaged: at byte {self.offset} it should have {self.dtype} of shape "
-                f"{list(self.shape)} of '{self.name}'.",
-                fix="give another checkpoint",
-            )
-        start = _record(self.path, self.offset, self.length)
+            raise self._damaged(f"it should have {self.dtype} of shape {list(self.shape)} of '{self.name}'")
+        try:
+            start = _record(self.path, self.offset, self.length)
+        except Exception as error:  # a broken file may raise anything
+            raise self._damaged(f"{type(error).__name__}: {first_line(error)}") from error
         if start is None or not found.is_contiguous():
             return InMemory(load_torch_part(self.path, self.offset, self.length))
         start += int(found.storage_offset()) * self.dtype.itemsize
         return InFiles(self.name, self.dtype, self.shape, (Range(self.path, start, Box.whole(self.shape)),), self.files)
+
+    def _damaged(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is damaged: at byte {self.offset} {text}.", fix="give another checkpoint")
 
     def fill(self, box: Box, into: Tensor) -> None:
         self._place.fill(box, into)
@@ -189,6 +191,8 @@ class _Reading:
 
     def _entry(self, fqn: str, item: Any) -> Entry:
         shape, dtype = tuple(item.size), item.properties.arguments[0]
+        if not isinstance(dtype, torch.dtype) or not all(isinstance(n, int) and n >= 0 for n in shape):
+            raise ValueError(f"'{fqn}' is {dtype} of shape {shape}")
         sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in item.chunks}
         parts = []
         for offset, info in self._stored.get(fqn, []):

@@ -284,12 +284,12 @@ def read_universal(folder: Path) -> Source:
         }
         for group in (groups or [{} for _ in of_group])
     ]
-    for one in options:
-        step = one.pop("step", None)
-        if step is not None:
+    for of in options:
+        step = of.pop("step", None)
+        if isinstance(step, int | float):
             for name in names:
                 source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(float(step))))
-    told = [{"params": of_group.get(n, []), "options": one} for n, one in enumerate(options)]
+    told = [{"params": of_group.get(n, []), "options": of} for n, of in enumerate(options)]
     source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
     return source
 

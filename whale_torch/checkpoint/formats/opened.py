@@ -18,7 +18,7 @@ from whale_torch.checkpoint.formats.torch_files import is_torch_folder, read_tor
 from whale_torch.checkpoint.index import INDEX, Index
 from whale_torch.checkpoint.inventory import Held
 from whale_torch.checkpoint.reader import Reader, Wanted
-from whale_torch.errors import CheckpointError
+from whale_torch.errors import CheckpointError, first_line
 
 __all__ = ["open_source"]
 
@@ -30,6 +30,20 @@ def open_source(path: str | os.PathLike[str], files: Files | None = None) -> Sou
     Raises CheckpointError for what is none of these, is damaged, or would run code when it is read.
     """
     path, files = Path(path), Files() if files is None else files
+    try:
+        return _opened(path, files)
+    except CheckpointError as error:
+        if str(path) in error.what:
+            raise
+        raise CheckpointError(f"{path} cannot be read: {error.what}", fix=error.fix) from error
+    except Exception as error:  # a broken file may raise anything
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {first_line(error)}.",
+            fix="write it again, or give another path",
+        ) from error
+
+
+def _opened(path: Path, files: Files) -> Source:
     if is_safetensors(path):
         return _safetensors(path, [path], files)
     if not path.is_dir():

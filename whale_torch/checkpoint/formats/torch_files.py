@@ -41,6 +41,7 @@ def load_torch(path: Path, *, load: Callable[..., Any] = torch.load) -> Any:
     options = {"map_location": "cpu", "weights_only": True}
     try:
         if zipfile.is_zipfile(path):
+            _check_stored(path)
             return load(path, mmap=True, **options)
         return load(path, **options)
     except pickle.UnpicklingError as error:
@@ -54,11 +55,22 @@ def load_torch(path: Path, *, load: Callable[..., Any] = torch.load) -> Any:
             f"{path} holds more than tensors and plain data; reading it could run code: {text}",
             fix="write it again as a state dict of tensors, where you trust it",
         ) from error
+    except CheckpointError:
+        raise
     except Exception as error:  # a broken file may raise anything
         raise CheckpointError(
             f"{path} cannot be read as a file of torch.save: {type(error).__name__}: {first_line(error)}.",
             fix="write it again, or give another path",
         ) from error
+
+
+def _check_stored(path: Path) -> None:
+    """Raises CheckpointError for records that would be larger than the file: torch.save compresses nothing."""
+    with zipfile.ZipFile(path) as archive:
+        if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
+            raise CheckpointError(
+                f"{path} is compressed, and torch.save's files are not.", fix="do not trust it, or write it again"
+            )
 
 
 def state_dict_of(data: Any, path: Path) -> Mapping[str, Any]:
