@@ -115,7 +115,7 @@ def damaged(rank: int, n: int, path: str) -> list[str]:
 
 
 def test_damage_is_named_before_the_model_changes(tmp_path: Path) -> None:
-    folder = save(tmp_path / "run", step=1, model=made())
+    folder = save(tmp_path / "run", step=1, model=made(), rng=False)
     (file,) = folder.glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-5] ^= 1

@@ -174,8 +174,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Loads what `read_weights` gave: of a cut parameter its part, and nothing of what another rank holds."""
     own = model.state_dict()
     state: OrderedDict[str, Any] = OrderedDict()
+    parameters, first = dict(model.named_parameters(remove_duplicate=False)), dict[int, str]()
     for name, value in own.items():
-        if isinstance(value, CutTensor):
+        if name in parameters and first.setdefault(id(parameters[name]), name) != name:
+            state[name] = value  # one tensor is read once, by its first name
+        elif isinstance(value, CutTensor):
             state[name] = _part(weights, name, value)
         else:
             state[name] = weights[name]
