@@ -122,7 +122,14 @@ def named_by(files: Files, pointer: Path) -> list[tuple[str, str]]:
     """
     if not files.exists(pointer):
         return []
-    return [(name, identity) for name, identity in json.loads(read_sealed(pointer, files))["checkpoints"]]
+    try:
+        found = [(name, identity) for name, identity in json.loads(read_sealed(pointer, files))["checkpoints"]]
+        if any(not _STEP.fullmatch(name) for name, _ in found):
+            raise ValueError("a name of no checkpoint")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        text = f"{pointer} is no pointer that is written here: {type(error).__name__}: {error!s:.80}."
+        raise CheckpointError(text, fix="load a checkpoint by its folder") from error
+    return found
 
 
 def steps_of(path: Path, files: Files) -> list[Path]:

@@ -12,7 +12,7 @@ from whale_torch.checkpoint.contents import BY_RANK, FEEDS, RNG, Parts, key_of_r
 from whale_torch.checkpoint.index import Index, StoredTensor, dtype_name
 from whale_torch.checkpoint.inventory import Held, held_of_place, of_model
 from whale_torch.checkpoint.moments import Moments
-from whale_torch.checkpoint.random_states import feed_of, restore, state_for
+from whale_torch.checkpoint.random_states import check_random_state, feed_of, restore, state_for
 from whale_torch.checkpoint.ranks import Ranks
 from whale_torch.checkpoint.reader import Wanted
 from whale_torch.checkpoint.values import decode, tensors_in
@@ -78,7 +78,13 @@ class Goal:
 
     def decode(self) -> None:
         """Once the fresh tensors are read; before anything in use changes."""
-        self._values = {key: decode(self._index.values[key], self._tensors) for key in self._taken}
+        for key in self._taken:
+            try:
+                self._values[key] = decode(self._index.values[key], self._tensors)
+            except CheckpointError as error:
+                raise CheckpointError(f"'{key}': {error.what}", fix=error.fix) from error
+        if self._rng is not None:
+            check_random_state(self._values[self._rng[0]])
 
     # ---- models ----
 
@@ -180,6 +186,8 @@ class Goal:
                     f"state '{name}' differs between the {saved} ranks that saved it, and {self._ranks.size} load it.",
                     fix="leave it out, or load on as many ranks",
                 )
+            if key_of_rank(key, self._ranks.index) not in values:
+                raise CheckpointError(f"the checkpoint has no state '{name}' of rank {self._ranks.index}.")
             return key_of_rank(key, self._ranks.index)
         all_keys = [*values, *values.get(BY_RANK, ()), *self._index.tensors]
         known = {one.removeprefix("states/").partition("/")[0] for one in all_keys if one.startswith("states/")}

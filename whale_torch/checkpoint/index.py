@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.structure import check_structure
 from whale_torch.errors import CheckpointError
 
 __all__ = ["CHUNK_BYTES", "FORMAT", "INDEX", "Index", "Piece", "StoredFile", "StoredTensor", "dtype_name"]
@@ -96,16 +97,19 @@ class Index:
                     f"{path} is of format {data.get('format')!r}, and {FORMAT!r} is read here.",
                     fix="read it with the version that wrote it",
                 )
+            check_structure(data, path, CHUNK_BYTES)
             tensors = {
                 key: StoredTensor(one["dtype"], tuple(one["shape"]), [Piece.from_json(p) for p in one["pieces"]])
                 for key, one in data["tensors"].items()
             }
             files = {name: StoredFile(*one) for name, one in data["files"].items()}
             return Index(data["id"], data["step"], tensors, data["ties"], data["values"], files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"{path} cannot be read as an index: {type(error).__name__}: {error}.") from error
+            raise CheckpointError(
+                f"{path} cannot be read as an index: {type(error).__name__}: {error!s:.200}."
+            ) from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ from whale_torch.checkpoint.choice import listed
 from whale_torch.checkpoint.index import StoredTensor
 from whale_torch.checkpoint.inventory import held_of_place, name_of
 from whale_torch.checkpoint.reader import Wanted
+from whale_torch.checkpoint.structure import is_group
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import CheckpointError
 
@@ -165,7 +166,6 @@ class _Later:
 
 def _parameters_of(groups: Any) -> dict[str, int]:
     """The number of the group of each parameter that an optimizer was saved with."""
-    try:
-        return {name: number for number, group in enumerate(groups) for name in group["params"]}
-    except (TypeError, KeyError) as error:
-        raise CheckpointError("the checkpoint's groups of parameters cannot be read.") from error
+    if not isinstance(groups, list) or not all(map(is_group, groups)):
+        raise CheckpointError("the checkpoint's groups of parameters cannot be read.", fix="load it without")
+    return {name: number for number, group in enumerate(groups) for name in group["params"]}

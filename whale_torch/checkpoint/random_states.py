@@ -16,7 +16,7 @@ from whale_torch.mesh import Mesh
 from whale_torch.strategies.pipeline.runtime import PipelineRuntime
 from whale_torch.strategies.runtime import KEY, Runtime
 
-__all__ = ["feed_of", "random_state", "restore", "state_for"]
+__all__ = ["check_random_state", "feed_of", "random_state", "restore", "state_for"]
 
 Feed = tuple[int, int]
 """The number of a rank's feed, and how many there are."""
@@ -64,7 +64,31 @@ def state_for(feed: Feed, rank: int, feeds: Sequence[Feed]) -> tuple[int, bool]:
         return 0, False
     if rank < len(feeds) and feeds[rank][0] == index:
         return rank, True
-    return next(place for place, (number, _) in enumerate(feeds) if number == index), True
+    place = next((place for place, (number, _) in enumerate(feeds) if number == index), None)
+    return (0, False) if place is None else (place, True)
+
+
+def check_random_state(state: Any) -> None:
+    """Raises CheckpointError for what `restore` could not take over."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate(_python_state(state["python"]))
+        if "numpy" in state and "numpy" in sys.modules:
+            sys.modules["numpy"].random.RandomState().set_state(state["numpy"])
+        if "cuda" in state:
+            torch.as_tensor(state["cuda"], dtype=torch.uint8, device="cpu")
+        if "pipeline" in state:
+            int(state["pipeline"]["seed"]), int(state["pipeline"]["number"])
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        raise _no_random_state(error) from error
+
+
+def _python_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    return state["version"], tuple(state["words"].tolist()), state["gauss"]
+
+
+def _no_random_state(error: Exception) -> CheckpointError:
+    return CheckpointError(f"the checkpoint's random state is none: {error}.", fix="wh.load(rng=False)")
 
 
 def restore(state: Mapping[str, Any], mesh: Mesh | None, model: nn.Module | None, *, as_it_is: bool) -> None:
@@ -76,15 +100,14 @@ def restore(state: Mapping[str, Any], mesh: Mesh | None, model: nn.Module | None
         if not as_it_is:
             _draw_anew(state["torch"], feed_of(model))
             return
-        words = tuple(state["python"]["words"].tolist())
-        random.setstate((state["python"]["version"], words, state["python"]["gauss"]))
+        random.setstate(_python_state(state["python"]))
         torch.set_rng_state(state["torch"])
         if "numpy" in state and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(state["numpy"])
         if "cuda" in state and mesh is not None and mesh.device.type == "cuda":
             torch.cuda.set_rng_state(state["cuda"], mesh.device)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise CheckpointError(f"the checkpoint's random state is none: {error}.", fix="wh.load(rng=False)") from error
+        raise _no_random_state(error) from error
 
 
 def _draw_anew(state: torch.Tensor, feed: Feed) -> None:

@@ -31,4 +31,7 @@ def read_sealed(path: Path, files: Files) -> str:
             f"{path} is damaged: its {len(data)} bytes are not what was written.",
             fix=ANOTHER,
         )
-    return data.decode()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is no text: {error}.", fix=ANOTHER) from error

@@ -14,12 +14,14 @@ from torch import Tensor
 from whale_torch.comm.absent import Placed
 from whale_torch.errors import CheckpointError
 
-__all__ = ["decode", "encode", "tensors_in"]
+__all__ = ["KINDS", "decode", "encode", "tensors_in"]
 
 _KIND = "__kind__"
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (int, float, str, list, dict, set)}
+KINDS = frozenset({*_LISTS, *_DICTS, "defaultdict", "float", "dtype", "bytes", "numpy", "tensor"})
+"""What a value that JSON does not have is written as."""
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
