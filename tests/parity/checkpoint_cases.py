@@ -26,9 +26,10 @@ Scopes = dict[str, Any]
 class Block(nn.Module):
     """Attention, of a packed projection, and a feed-forward; a scalar, a frozen parameter, a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout, batch_first=True)
+        self.dropout = nn.Dropout(dropout)
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.norm.bias.requires_grad_(False)
@@ -36,17 +37,17 @@ class Block(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         h = h + self.attention(h, h, h, need_weights=False)[0]
-        out: Tensor = self.norm(h + self.scale * self.down(F.gelu(self.up(h + self.shift))))
+        out: Tensor = self.norm(h + self.scale * self.down(self.dropout(F.gelu(self.up(h + self.shift)))))
         return out
 
 
 class Words(nn.Module):
     """Two blocks between an embedding and a head that share a weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.first, self.second = Block(), Block()
+        self.first, self.second = Block(dropout), Block(dropout)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
 
@@ -58,16 +59,16 @@ class Words(nn.Module):
 class Experts(nn.Module):
     """Two layers of experts, one of them in slices."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed, self.dropout = nn.Embedding(WORDS, WIDTH), nn.Dropout(dropout)
         gate = moe.TopK(WIDTH, 4, 2, score="sigmoid", bias_rate=0.1)  # whose bias is a buffer
         self.first = moe.MoELayer(WIDTH, hidden=8, gate=gate)
         self.second = moe.MoELayer(WIDTH, 3, 1, hidden=6, slices=2, gated=True, activation="silu")
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h = self.embed(x)
+        h = self.dropout(self.embed(x))
         h = h + self.first(h)
         h = h + self.second(h)
         return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
@@ -79,7 +80,7 @@ class Layout:
 
     world: int
     annotate: Callable[[nn.Module], object] = lambda model: None
-    model: type[nn.Module] = Words
+    model: type[Words | Experts] = Words
 
 
 def _named(**scopes: Callable[[], Any]) -> Callable[[nn.Module], object]:
@@ -113,6 +114,7 @@ LAYOUTS: dict[str, Layout] = {
     "nested on 4": Layout(4, _named(first__second=lambda: (wh.replica(), wh.split(size=2)))),
     "2 stages": Layout(2, _pipeline(*_ENDS)),
     "2 stages, other cuts": Layout(2, _pipeline(("embed",), ("first", "second", "head"))),
+    "4 stages": Layout(4, _pipeline(("embed",), ("first",), ("second",), ("head",))),
     "3 stages": Layout(3, _pipeline(("embed",), ("first",), ("second", "head"))),
     "2 pipelines": Layout(4, _pipeline(*_ENDS, num_ranks=2)),
     "2 stages of 2": Layout(4, _pipeline(*_ENDS, split="first second", num_ranks=4)),
@@ -136,11 +138,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def build(name: str, optimizer: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(name: str, optimizer: str, seed: int = 0, dropout: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model in its layout, with fresh values, and its optimizer of two groups."""
     layout = LAYOUTS[name]
     torch.manual_seed(seed)
-    model = layout.model()
+    model = layout.model(dropout)
     layout.annotate(model)
     if layout.world:
         example = batch(0)

@@ -21,6 +21,7 @@ from whale_torch.checkpoint.ranks import Ranks, mesh_of
 from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError
 from whale_torch.mesh import Mesh
+from whale_torch.strategies.runtime import KEY, Runtime
 
 __all__ = [
     "BY_RANK",
@@ -112,6 +113,7 @@ class Contents:
     def __init__(self, parts: Parts, extra: Mapping[str, Any], *, rng: bool, first: bool = True):
         self.inventory = Inventory()
         for key, module in parts.modules.items():
+            _check_no_step_has_begun(module)
             self.inventory.add(of_model(module, key))
         names = parts.names if parts.optimizers else {}
         for key, optimizer in parts.optimizers.items():
@@ -139,6 +141,21 @@ class Contents:
         for key, value in self._of_rank.items():
             if key in differ or ranks.index == 0:
                 self._add(key_of_rank(key, ranks.index) if key in differ else key, value)
+
+
+def _check_no_step_has_begun(module: nn.Module) -> None:
+    """Raises CheckpointError where gradients are being accumulated, of which no checkpoint has any."""
+    runtime = module.__dict__.get(KEY)
+    if (
+        isinstance(runtime, Runtime)
+        and runtime.keeps_gradients
+        and any(p.grad is not None for p in module.parameters())
+    ):
+        raise CheckpointError(
+            "gradients of a step that has begun (backwards inside wh.no_sync) are no part of a checkpoint and would be "
+            "lost.",
+            fix="save behind optimizer.step(), or give them up: optimizer.zero_grad()",
+        )
 
 
 def settled(contents: Contents, ranks: Ranks, what: str) -> Inventory:

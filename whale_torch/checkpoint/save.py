@@ -94,6 +94,7 @@ def save(
     several by names. extra: plain data and tensors, of which rank 0's are written. rng: whether the random states of
     the ranks are. states: by a name of yours, anything with state_dict and load_state_dict: schedulers, scalers,
     samplers; further modules (averages of weights) and their optimizers. What differs between ranks is kept of each.
+    Gradients are no part of it: save behind optimizer.step().
     A checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
     Returns the folder.
     tag: a name for it ("best"), taken from the checkpoint that had it. keep_last: once it is complete, checkpoints of

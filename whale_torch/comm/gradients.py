@@ -57,6 +57,8 @@ class Gradients:
     def __init__(self, reducers: Sequence[GradientReducer], then: Callable[[], None] | None = None):
         self.reducers = reducers
         self._sync, self._then = True, then
+        self.keeps = False
+        """Whether parameters have gradients of this rank alone, of backwards that were not averaged."""
         self._round: weakref.ref[_Round] | None = None
         for reducer in reducers:
             reducer.listen(self.arm)
@@ -78,7 +80,10 @@ class Gradients:
 
     def arm(self) -> None:
         """Begins one backward: called when it reaches the model's output, also where no parameter gets a gradient."""
-        if not self._sync or (self._round is not None and self._round() is not None):
+        if not self._sync:
+            self.keeps = True
+            return
+        if self._round is not None and self._round() is not None:
             return
         self.abandon()
         this = _Round()
@@ -108,7 +113,7 @@ class Gradients:
         for reducer in self.reducers:
             for group in reducer.groups:
                 group.release()
-        self._round = None
+        self._round, self.keeps = None, self.keeps and void
         if any(failed) and not void:
             raise CommError(
                 "a backward ended with an error on another rank and not on this one; the gradients are incomplete.",

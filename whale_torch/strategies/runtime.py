@@ -213,6 +213,11 @@ class Runtime:
         finally:
             self.gradients.sync = before
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether backwards inside no_sync left gradients that the next one averages."""
+        return self.gradients.keeps
+
     def _check_parameters(self, model: nn.Module) -> None:
         refuse_wrapper_around(model)
         self.gradients.abandon()

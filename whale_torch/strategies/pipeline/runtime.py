@@ -182,6 +182,10 @@ class PipelineRuntime(Runtime):
         """The plan in force, with how many kinds of calls were recorded so far."""
         return replace(super().current_plan(), programs=len(self.programs))
 
+    @property
+    def keeps_gradients(self) -> bool:
+        return self.keeps
+
     def average_kept(self) -> None:
         """Averages what backwards inside no_sync left in the parameters: every rank calls it."""
         if not self.keeps:
