@@ -1,4 +1,4 @@
-"""A store for the ranks of one start: torchrun's own outlives them, with the addresses that ranks which died have left."""
+"""A store for the ranks of one start: torchrun's own outlives them, with the addresses of ranks that have died."""
 
 from __future__ import annotations
 

@@ -103,9 +103,9 @@ class Logged(Files):
         with self._change("remove", path):
             path.rmdir()
 
-    def lock(self, path: Path, *, create: bool = True) -> int | None:
-        if path.exists() or not create:
-            return super().lock(path, create=create)
+    def lock(self, path: Path, *, create: bool = True, shared: bool = False) -> int | None:
+        if path.exists() or not create or shared:
+            return super().lock(path, create=create, shared=shared)
         with self._change("create", path):
             return super().lock(path)
 

@@ -18,7 +18,7 @@ from whale_torch.errors import CheckpointError
 
 __all__ = [
     "LATEST", "TAGS", "find", "folder_of", "is_temporary_pointer", "make_run_dir", "named_by", "point", "read_index",
-    "settle", "steps_of", "tag_pointer", "temporary", "whole_step",
+    "settle", "steps_of", "tag_pointer", "tags_of", "temporary", "whole_step",
 ]  # fmt: skip
 
 LATEST = "latest"
@@ -62,12 +62,22 @@ def make_run_dir(files: Files, path: Path) -> None:
 
 def tag_pointer(tag: str) -> str:
     """Where in a run_dir a tag's pointer lies. Raises CheckpointError for what is no name of a file."""
-    if not _TAG.fullmatch(tag) or is_temporary_pointer(tag) or len(tag.encode()) > _MOST_OF_TAG:
+    if not _is_tag(tag):
         raise CheckpointError(
             f"tag is {tag!r}.",
             fix=f"letters, digits, '_', and between them '-' and '.', of {_MOST_OF_TAG} bytes at most",
         )
     return f"{TAGS}/{tag}"
+
+
+def _is_tag(name: str) -> bool:
+    return bool(_TAG.fullmatch(name)) and not is_temporary_pointer(name) and len(name.encode()) <= _MOST_OF_TAG
+
+
+def tags_of(files: Files, run_dir: Path) -> list[str]:
+    """The tags of a run_dir; other files there are somebody else's."""
+    names = files.names(run_dir / TAGS) if files.exists(run_dir / TAGS) else []
+    return [name for name in names if _is_tag(name)]
 
 
 def point(files: Files, run_dir: Path, pointer: str, name: str, identity: str) -> None:
@@ -163,8 +173,7 @@ def find(path: Path, files: Files, *, step: int | None = None, tag: str | None =
         return _follow(path, LATEST, files) or steps[-1]
     tagged = _follow(path, tag_pointer(tag), files)
     if tagged is None:
-        known = files.names(path / TAGS) if files.exists(path / TAGS) else []
-        shown = ", ".join(one for one in known if not is_temporary_pointer(one)) or "none"
+        shown = ", ".join(tags_of(files, path)) or "none"
         raise CheckpointError(f"{path} has no checkpoint tagged {tag!r}; tags: {shown}.", fix="give one of those")
     return tagged
 

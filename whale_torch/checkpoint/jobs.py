@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import TAGS, is_temporary_pointer, point, settle, temporary
+from whale_torch.checkpoint.folders import TAGS, is_temporary_pointer, point, settle, tags_of, temporary
 from whale_torch.errors import CheckpointError
 
 __all__ = ["Claim", "alone", "without_locks_go_on"]
@@ -119,9 +119,8 @@ def _clear(files: Files, final: Path, locked: contextlib.ExitStack) -> list[Path
     dead = []
     names = files.names(final.parent)
     tags = [f"{TAGS}/{name}" for name in files.names(final.parent / TAGS)] if TAGS in names else []
-    for name in tags:
-        if not is_temporary_pointer(name):
-            settle(files, final.parent, name)
+    for tag in tags_of(files, final.parent):
+        settle(files, final.parent, f"{TAGS}/{tag}")
     for name in [*names, *tags]:
         found = _TEMPORARY.fullmatch(name)
         if is_temporary_pointer(name):

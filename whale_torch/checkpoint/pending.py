@@ -71,7 +71,7 @@ class Pending:
             self._snapshot.abandon()
 
     def left(self) -> None:
-        """In a forked process, which has no such thread: nothing waits for it, and nobody is told that it is through."""
+        """In a forked process, which has no such thread: nothing waits there, and nobody is told that it is done."""
         if self._run is not None:
             self._run, self._is_told = None, True
             self._error = CheckpointError(f"{self.path} is written by another process.", fix="wait() there")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import TAGS, find, is_temporary_pointer, named_by, read_index, steps_of, temporary  # fmt: skip
+from whale_torch.checkpoint.folders import TAGS, find, named_by, read_index, steps_of, tags_of, temporary
 from whale_torch.checkpoint.index import INDEX
 from whale_torch.checkpoint.jobs import alone, without_locks_go_on
 from whale_torch.errors import CheckpointError
@@ -49,10 +49,9 @@ def prune(files: Files, final: Path, keep_last: int) -> None:
 def _tagged(files: Files, run_dir: Path) -> set[str]:
     """Names of the checkpoints that tags name."""
     found = set()
-    for tag in files.names(run_dir / TAGS) if files.exists(run_dir / TAGS) else []:
-        if not is_temporary_pointer(tag):
-            named = [name for name, _ in named_by(files, run_dir / TAGS / tag)]
-            found |= {next((name for name in named if files.exists(run_dir / name)), "")}
+    for tag in tags_of(files, run_dir):
+        named = [name for name, _ in named_by(files, run_dir / TAGS / tag)]
+        found |= {next((name for name in named if files.exists(run_dir / name)), "")}
     return found
 
 

@@ -26,13 +26,12 @@ _CHUNKS_OF_A_TASK = 16
 
 @dataclass
 class Verified:
-    """folders: the checkpoints that were read. num_bytes: of all their chunks. damages: all that is wrong. cores: threads
-    that read."""
+    """folders: the checkpoints that were read, by `threads`. num_bytes: of their chunks. damages: all that is wrong."""
 
     folders: list[Path] = field(default_factory=list)
     num_bytes: int = 0
     damages: list[str] = field(default_factory=list)
-    cores: int = 1
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class _Chunk:
 def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: int | None = None) -> Verified:
     """Checks a step's folder, or all those of a run_dir and its pointer to the latest.
 
-    cores: threads that read, by default one for each core of this process. Raises CheckpointError where there is no checkpoint.
+    cores: threads that read, by default one for each core of this process.
+    Raises CheckpointError where there is no checkpoint.
     """
     files, path, found = Files() if files is None else files, Path(path), Verified()
     if not path.is_dir():
@@ -55,8 +55,8 @@ def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: i
     folders = [path] if files.exists(path / INDEX) else steps_of(path, files)
     if not folders:
         raise CheckpointError(f"{path} has no checkpoint.", fix="give a run_dir of wh.save, or one of its step folders")
-    found.cores = cores or surroundings().cores
-    with ThreadPoolExecutor(found.cores) as threads:
+    found.threads = cores or surroundings().cores
+    with ThreadPoolExecutor(found.threads) as threads:
         for folder in folders:
             with held(files, folder) as there:
                 if not there and not files.exists(folder):  # a job has removed it
