@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before any world is there: its functions would hold it by their defaults
+from torch.distributed.rendezvous import rendezvous
 
 from whale_torch import gloo
 from whale_torch.cluster import Cluster
@@ -312,7 +313,7 @@ def _join_world(backend: str, timeout: timedelta) -> None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         dist.init_process_group(backend, timeout=timeout)
         return
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[no-untyped-call]
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     store = store_of_this_start(store, rank, world, timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ _KEY = "whale/start"
 _POLL_S = 0.01
 
 
-def store_of_this_start(store: dist.Store, rank: int, world: int, timeout: timedelta) -> dist.Store:
+def store_of_this_start(store: Any, rank: int, world: int, timeout: timedelta) -> Any:
     """The same store under a name that the ranks of this start agree on.
 
     Each tells a random word and takes for an answer only what names that word; so nothing that earlier ranks have left
@@ -26,10 +27,10 @@ def store_of_this_start(store: dist.Store, rank: int, world: int, timeout: timed
     mine = secrets.token_hex(8)
     store.set(f"{_KEY}/word/{rank}", mine)
     name = _welcome(store, mine, world, timeout) if rank == 0 else _welcomed(store, rank, mine, timeout)
-    return dist.PrefixStore(f"{_KEY}/{name}", store)
+    return dist.PrefixStore(f"{_KEY}/{name}", store)  # type: ignore[attr-defined]
 
 
-def _welcome(store: dist.Store, name: str, world: int, timeout: timedelta) -> str:
+def _welcome(store: Any, name: str, world: int, timeout: timedelta) -> str:
     """Tells every rank the name, until it has thanked for it."""
     end = time.monotonic() + timeout.total_seconds()
     answered: dict[int, str] = {}
@@ -49,12 +50,12 @@ def _welcome(store: dist.Store, name: str, world: int, timeout: timedelta) -> st
     return name
 
 
-def _welcomed(store: dist.Store, rank: int, word: str, timeout: timedelta) -> str:
+def _welcomed(store: Any, rank: int, word: str, timeout: timedelta) -> str:
     try:
         store.wait([f"{_KEY}/answer/{word}"], timeout)
     except dist.DistStoreError as error:
         raise _late(f"rank {rank} waited for rank 0", timeout) from error
-    name = store.get(f"{_KEY}/answer/{word}").decode()
+    name: str = store.get(f"{_KEY}/answer/{word}").decode()
     store.set(f"{_KEY}/thanks/{name}/{rank}", "")
     return name
 
