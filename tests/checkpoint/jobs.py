@@ -43,11 +43,14 @@ class Job:
         self.optimizer.step()
         self.step += 1
 
-    def save(self, run_dir: Path, files: Files | None = None) -> Path:
+    def save(self, run_dir: Path, files: Files | None = None, *, wait: bool = True) -> Path:
+        """Returns at the end of the save, also of one in the background."""
         extra = {"step": self.step, "noise": torch.full((3,), float(self.step))}
-        return save(
-            run_dir, step=self.step, model=self.model, optimizer=self.optimizer, extra=extra, rng=False, files=files
-        )  # without random states, of which one process would not read every rank's
+        found = save(
+            run_dir, step=self.step, model=self.model, optimizer=self.optimizer, extra=extra, rng=False, files=files,
+            wait=wait,
+        )  # without random states, of which one process would not read every rank's  # fmt: skip
+        return found if isinstance(found, Path) else found.wait()
 
 
 def loaded(path: Path, files: Files | None = None) -> dict[str, Any]:

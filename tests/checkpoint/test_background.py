@@ -186,7 +186,7 @@ def test_a_rank_that_is_killed_while_it_writes_ends_the_save_of_all(tmp_path: Pa
     assert [path.name for path in tmp_path.glob("step-????????")] == ["step-00000001"]
 
 
-@pytest.mark.parametrize("how", ["in place", "by data"])
+@pytest.mark.parametrize("how", ["in place", "by data", "by a load"])
 @pytest.mark.parametrize("copied", [False, True])
 def test_what_no_optimizer_changes_is_refused(how: str, copied: bool, tmp_path: Path) -> None:
     model, files = nn.Linear(50, 70), Gate()
@@ -195,8 +195,10 @@ def test_what_no_optimizer_changes_is_refused(how: str, copied: bool, tmp_path: 
     if how == "in place":
         with torch.no_grad():
             model.weight.mul_(2)
-    else:
+    elif how == "by data":
         model.weight.data.mul_(2)
+    else:
+        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
     if copied:
         model(torch.ones(1, 50)).sum().backward()
         optimizer.step()
@@ -228,11 +230,13 @@ ENDING = """
         dist.destroy_process_group()
     if "failing" in sys.argv:
         raise ValueError("of the script")
+    if "exit" in sys.argv:
+        sys.exit(3)
 """
 
 
 @pytest.mark.parametrize(
-    ("n", "how"), [(1, ""), (1, "broken"), (1, "failing"), (2, "left"), (2, "broken"), (2, "failing")]
+    ("n", "how"), [(1, ""), (1, "broken"), (1, "failing"), (1, "exit"), (2, "left"), (2, "broken"), (2, "failing")]
 )
 @pytest.mark.matrix(keep=1)
 def test_a_process_ends_when_all_is_written(n: int, how: str, tmp_path: Path) -> None:
@@ -248,5 +252,5 @@ def test_a_process_ends_when_all_is_written(n: int, how: str, tmp_path: Path) ->
     elif how == "failing":
         assert done.returncode == 1 and "ValueError: of the script" in done.stderr, done.stderr
     else:
-        assert done.returncode == 0 and finished, done.stderr
+        assert done.returncode == (3 if how == "exit" else 0) and finished, done.stderr
         assert not done.stderr.replace("\n", "").strip(), done.stderr

@@ -66,14 +66,16 @@ class _Runs:
         assert left_over(run_dir) == [] and load(run_dir, model=model).step == 3, where
 
 
-def _every_operation(rank: int, n: int, folder: Path, number: int, then: bool) -> list[tuple[str, str | None]]:
+def _every_operation(
+    rank: int, n: int, folder: Path, number: int, then: bool, wait: bool
+) -> list[tuple[str, str | None]]:
     runs = _Runs(folder, rank)
     told = []
     for place, total in enumerate(runs.operations()):
         for at in range(total):
             files: Files = Failing(at, number, then=then) if rank == place else Files()
             run_dir = runs.new()
-            text = said(lambda run_dir=run_dir, files=files: runs.job.save(run_dir, files))
+            text = said(lambda run_dir=run_dir, files=files: runs.job.save(run_dir, files, wait=wait))
             operation, path = files.ops[at] if isinstance(files, Failing) else ("", Path())
             told.append((operation, text))
             if rank == place and text is not None:
@@ -86,9 +88,12 @@ def _every_operation(rank: int, n: int, folder: Path, number: int, then: bool) -
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(("number", "then"), [(errno.ENOSPC, False), (errno.EIO, False), (errno.EIO, True)])
-def test_a_failure_of_any_operation_is_told_alike_on_all_ranks(tmp_path: Path, number: int, then: bool) -> None:
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_failure_of_any_operation_is_told_alike_on_all_ranks(
+    tmp_path: Path, number: int, then: bool, wait: bool
+) -> None:
     """then: all later operations of that rank fail as well, those that tidy up among them."""
-    first, second = world(2, _every_operation, tmp_path, number, then, timeout=80)
+    first, second = world(2, _every_operation, tmp_path, number, then, wait, timeout=80)
     assert [text for _, text in first] == [text for _, text in second] and len(first) > 40
     survived = {operation for told in (first, second) for operation, text in told if text is None} - {""}
     assert survived <= {"remove", "remove_folder"}, survived

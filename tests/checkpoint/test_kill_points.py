@@ -39,8 +39,9 @@ def _check(run_dir: Path, states: dict[int, dict[str, object]], where: object) -
 class _Kills:
     """A job on every rank that saves step 2 after step 1, and dies in it, again and again."""
 
-    def __init__(self, folder: Path, rank: int):
+    def __init__(self, folder: Path, rank: int, wait: bool):
         self.job, self.states, self.folder, self._rank = Job(), dict[int, dict[str, object]](), folder, rank
+        self._wait = wait
         for step, name in ((1, "base"), (2, "whole")):
             self.job.train()
             self.job.save(folder / name / "run")
@@ -54,7 +55,7 @@ class _Kills:
             shutil.copytree(self.folder / "base", root)
         self.ranks.gather(None)
         files = Logged(root, self.log(name), own=own, everyone=everyone)
-        texts = self.ranks.gather(said(lambda: self.job.save(root / "run", files)))
+        texts = self.ranks.gather(said(lambda: self.job.save(root / "run", files, wait=self._wait)))
         assert len(set(texts)) == 1, texts
         return files.changes, texts[0]
 
@@ -74,8 +75,8 @@ def _tree(folder: Path) -> dict[str, bytes]:
     return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
 
 
-def _points(rank: int, n: int, folder: Path, part: int) -> tuple[int, list[int]]:
-    kills = _Kills(folder, rank)
+def _points(rank: int, n: int, folder: Path, part: int, wait: bool) -> tuple[int, list[int]]:
+    kills = _Kills(folder, rank, wait)
     points, steps = kills.points(), []
     for number in range(part, len(points), PARTS):
         place, at, mode = points[number]
@@ -94,8 +95,11 @@ def _points(rank: int, n: int, folder: Path, part: int) -> tuple[int, list[int]]
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("n", [2, 4])
-def test_after_any_kill_and_any_power_cut_the_old_or_the_new_one_is_there(n: int, part: int, tmp_path: Path) -> None:
-    total, steps = world(n, _points, tmp_path, part, timeout=80)[0]
+@pytest.mark.parametrize("wait", [True, False])
+def test_after_any_kill_and_any_power_cut_the_old_or_the_new_one_is_there(
+    n: int, part: int, wait: bool, tmp_path: Path
+) -> None:
+    total, steps = world(n, _points, tmp_path, part, wait, timeout=80)[0]
     assert total >= 100 and len(steps) >= total // PARTS
     assert set(steps) <= {1, 2}
 
