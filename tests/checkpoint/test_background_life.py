@@ -140,14 +140,16 @@ class _Steps:
 def test_forked_workers_neither_wait_for_a_save_nor_end_it(tmp_path: Path) -> None:
     model, optimizer = stepped()
     now, gate = save(tmp_path / "now", step=1, model=model, optimizer=optimizer), Gate()
-    pending = save(tmp_path / "later", step=1, model=model, optimizer=optimizer, files=gate, wait=False)
+    pending = save(
+        tmp_path / "later", step=1, model=model, optimizer=optimizer, files=gate, wait=False, staging_bytes=0
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
         loader = DataLoader(_Steps(), num_workers=2, timeout=20, multiprocessing_context="fork")
         assert len(list(loader)) == 4
-    step(model, optimizer)
     assert not pending.done()
     gate.open_gate.set()
+    step(model, optimizer)
     assert stored(pending.wait()) == stored(now)
 
 
