@@ -84,6 +84,11 @@ inline const void* pointer_or_null(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }
 
+template <class T>
+T* data_or_null(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+}
+
 // Rows may have any stride; elements of a row are adjacent.
 inline bool rows_are_dense(const Tensor& logits) { return logits.size(1) <= 1 || logits.stride(1) == 1; }
 
@@ -122,22 +127,6 @@ inline void check_same_rows(const Tensor& from, const Tensor& to, const char* op
 inline ScalarType wider_type(const Tensor& one, const Tensor& two) {
   const bool is_double = one.scalar_type() == ScalarType::Double || two.scalar_type() == ScalarType::Double;
   return is_double ? ScalarType::Double : ScalarType::Float;
-}
-
-inline void check_activation(const Tensor& h, const Tensor& out, const std::optional<Tensor>& u, int64_t function,
-                             const char* op) {
-  STD_TORCH_CHECK(function >= 0 && function < 4, op, ": function ", function, " of 4");
-  STD_TORCH_CHECK(h.is_contiguous(), op, ": rows are not contiguous");
-  for (const Tensor& one : {out, u.value_or(out)}) {
-    check_rows(h, one, op);
-    check_same_rows(h, one, op);
-  }
-}
-
-inline void check_sums(const std::optional<Tensor>& sums, const Tensor& grad, ScalarType wide, const char* op) {
-  STD_TORCH_CHECK(!sums.has_value() || (sums->dim() == 1 && sums->size(0) == grad.size(1) && sums->is_contiguous() &&
-                                        sums->scalar_type() == wide),
-                  op, ": sums are no vector of the type that is summed in");
 }
 
 }  // namespace whale

@@ -1,7 +1,7 @@
 // moe_activate and moe_activate_backward on CPU. Threads share columns, so that a sum over rows is one thread's.
 #include <algorithm>
 
-#include "../common/arguments.h"
+#include "../common/activation_arguments.h"
 #include "dispatch.h"
 
 namespace whale::cpu {
@@ -18,8 +18,6 @@ void for_each_column(int64_t num_rows, int64_t num_columns, const Loop& loop) {
   });
 }
 
-void* data_or_null(const std::optional<Tensor>& tensor) { return tensor.has_value() ? tensor->data_ptr() : nullptr; }
-
 void activate(Tensor h, std::optional<Tensor> u, int64_t function, Tensor out) {
   const char* op = "moe_activate";
   check_activation(h, out, u, function, op);
@@ -31,15 +29,11 @@ void activate(Tensor h, std::optional<Tensor> u, int64_t function, Tensor out) {
 void activate_backward(Tensor grad, Tensor h, std::optional<Tensor> u, int64_t function, std::optional<Tensor> du,
                        std::optional<Tensor> dbias, std::optional<Tensor> du_bias) {
   const char* op = "moe_activate_backward";
-  const ScalarType wide = statistics_type(h);
-  check_activation(grad, h, u, function, op);
-  check_activation(grad, h, du, function, op);
-  STD_TORCH_CHECK(u.has_value() == du.has_value(), op, ": u and its gradient come together");
-  check_sums(dbias, grad, wide, op);
-  check_sums(du_bias, grad, wide, op);
+  const ScalarType wide = check_activation_backward(grad, h, u, function, du, dbias, du_bias, op);
   const Tensor scratch = torch::stable::new_zeros(grad, {2, grad.size(1)}, wide);
-  const ActivationGradRows rows{grad.data_ptr(), h.data_ptr(), data_or_null(u),
-                                data_or_null(du), data_or_null(dbias), data_or_null(du_bias), scratch.data_ptr(), grad.size(0), grad.size(1)};
+  const ActivationGradRows rows{grad.data_ptr(), h.data_ptr(), data_or_null<void>(u), data_or_null<void>(du),
+                                data_or_null<void>(dbias), data_or_null<void>(du_bias), scratch.data_ptr(), grad.size(0),
+                                grad.size(1)};
   const auto loop = isa().activation->backward[function][dtype_of(grad, op)];
   for_each_column(rows.num_rows, rows.num_columns, [&](int64_t begin, int64_t end) { loop(rows, begin, end); });
 }

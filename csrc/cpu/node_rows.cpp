@@ -1,21 +1,11 @@
 // moe_scatter, moe_collect, moe_scatter_backward: rows in memory that other processes write and read at the same time, so
 // that rows which no route names are left alone. A token is one thread's, and so are its rows.
 #include <cstring>
-#include <memory>
 
 #include "rows.h"
 
 namespace whale::cpu {
 namespace {
-
-// Calls each(token, begin, end) with the routes of every token.
-template <class Each>
-void for_each_token(const Tensor& positions, int64_t elements, const Each& each) {
-  const int64_t k = positions.size(1);
-  torch::stable::parallel_for(0, positions.size(0), grain_of(k * elements), [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) each(token, token * k, (token + 1) * k);
-  });
-}
 
 void scatter(Tensor x, Tensor positions, Tensor out) {
   const char* op = "moe_scatter";
@@ -48,27 +38,14 @@ void collect(Tensor y, Tensor positions, Tensor weights, Tensor out, Tensor rows
   const Rows from = rows_of(y, op), to = rows_of(out, op), copies = rows_of(rows, op);
   STD_TORCH_CHECK(copies.num_rows == positions.numel() && copies.dtype == from.dtype && rows_are_dense(y), op,
                   ": rows are a copy of a row for each route");
-  const int32_t* position = static_cast<const int32_t*>(positions.const_data_ptr());
-  check_positions(position, positions.numel(), from.num_rows, op);
+  check_positions(static_cast<const int32_t*>(positions.const_data_ptr()), positions.numel(), from.num_rows, op);
   const auto sum = isa().permutation->combine[from.dtype][to.dtype];
-  const int64_t k = positions.size(1);
   with_wide(wide, [&](auto type) {
     using A = decltype(type);
     const A* weight = static_cast<const A*>(weights.const_data_ptr());
-    torch::stable::parallel_for(0, to.num_rows, grain_of(k * to.num_features), [&](int64_t begin, int64_t end) {
-      const std::unique_ptr<A[]> scratch(new A[to.num_features]);
-      std::vector<const void*> found(k);
-      std::vector<A> of_found(k);
-      for (int64_t token = begin; token < end; ++token) {
-        int64_t num_found = 0;
-        for (int64_t route = token * k; route < (token + 1) * k; ++route) {
-          if (position[route] < 0) continue;
-          std::memcpy(copies.at(route), from.at(position[route]), from.bytes());
-          found[num_found] = copies.at(route);
-          of_found[num_found++] = weight[route];
-        }
-        sum(found.data(), of_found.data(), num_found, to.at(token), scratch.get(), to.num_features);
-      }
+    sum_of_routes(positions, weight, to, sum, [&](int64_t route, int32_t row) {
+      std::memcpy(copies.at(route), from.at(row), from.bytes());
+      return copies.at(route);
     });
   });
 }

@@ -2,7 +2,6 @@
 // written by one of them, so results do not depend on their number.
 #include <algorithm>
 #include <cstring>
-#include <memory>
 
 #include "rows.h"
 
@@ -60,28 +59,12 @@ void combine(Tensor y, Tensor positions, std::optional<Tensor> weights, Tensor o
   positions = matrix_argument(positions, out.size(0), -1, ScalarType::Int, y, op, "positions");
   weights = matrix_argument(weights, out.size(0), positions.size(1), wide, y, op, "weights");
   const Rows from = rows_of(y, op), to = rows_of(out, op);
-  const int64_t num_tokens = positions.size(0), k = positions.size(1);
-  const int32_t* position = static_cast<const int32_t*>(positions.const_data_ptr());
-  check_positions(position, num_tokens * k, from.num_rows, op);
+  check_positions(static_cast<const int32_t*>(positions.const_data_ptr()), positions.numel(), from.num_rows, op);
   const auto sum = isa().permutation->combine[from.dtype][to.dtype];
   with_wide(wide, [&](auto type) {
     using A = decltype(type);
     const A* weight = static_cast<const A*>(pointer_or_null(weights));
-    torch::stable::parallel_for(0, num_tokens, grain_of(k * from.num_features), [&](int64_t begin, int64_t end) {
-      const std::unique_ptr<A[]> scratch(new A[to.num_features]);
-      std::vector<const void*> rows(k);
-      std::vector<A> of_rows(k, A(1));
-      for (int64_t token = begin; token < end; ++token) {
-        int64_t num_rows = 0;
-        for (int64_t route = token * k; route < (token + 1) * k; ++route) {
-          if (position[route] < 0) continue;
-          rows[num_rows] = from.at(position[route]);
-          if (weight != nullptr) of_rows[num_rows] = weight[route];
-          ++num_rows;
-        }
-        sum(rows.data(), of_rows.data(), num_rows, to.at(token), scratch.get(), to.num_features);
-      }
-    });
+    sum_of_routes(positions, weight, to, sum, [&](int64_t, int32_t row) { return from.at(row); });
   });
 }
 

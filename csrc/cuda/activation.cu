@@ -1,6 +1,6 @@
 // moe_activate and moe_activate_backward on CUDA: a warp's threads take adjacent columns, and a thread all rows of its
 // block, so that sums over rows have a fixed order: by block first, then over blocks.
-#include "../common/activation.h"
+#include "../common/activation_arguments.h"
 
 #include <algorithm>
 
@@ -11,7 +11,6 @@ namespace {
 
 constexpr int kColumns = 128;  // of a block, one a thread
 constexpr int kRows = 32;      // of a block
-constexpr int kNoSpills = 1;
 
 template <class F, class S>
 __global__ void __launch_bounds__(kColumns, kNoSpills)
@@ -84,11 +83,6 @@ Grid grid_of(const Tensor& h, const char* op) {
   return {dim3(uint32_t(columns), uint32_t(parts)), parts};
 }
 
-template <class T>
-T* data_or_null(const std::optional<Tensor>& tensor) {
-  return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
-}
-
 void activate(Tensor h, std::optional<Tensor> u, int64_t function, Tensor out) {
   const char* op = "moe_activate";
   check_activation(h, out, u, function, op);
@@ -114,12 +108,7 @@ void add_parts(const Tensor& parts, const std::optional<Tensor>& sums, const Gri
 void activate_backward(Tensor grad, Tensor h, std::optional<Tensor> u, int64_t function, std::optional<Tensor> du,
                        std::optional<Tensor> dbias, std::optional<Tensor> du_bias) {
   const char* op = "moe_activate_backward";
-  const ScalarType wide = statistics_type(h);
-  check_activation(grad, h, u, function, op);
-  check_activation(grad, h, du, function, op);
-  STD_TORCH_CHECK(u.has_value() == du.has_value(), op, ": u and its gradient come together");
-  check_sums(dbias, grad, wide, op);
-  check_sums(du_bias, grad, wide, op);
+  const ScalarType wide = check_activation_backward(grad, h, u, function, du, dbias, du_bias, op);
   if (grad.numel() == 0) return;
   const Grid grid = grid_of(grad, op);
   const int64_t kept = dbias.has_value() ? grid.num_parts : 0, du_kept = du_bias.has_value() ? grid.num_parts : 0;

@@ -12,6 +12,9 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace whale::cuda {
 
+constexpr int kWarp = 32;
+constexpr int kNoSpills = 1;  // blocks a multiprocessor holds at least: without it ptxas spills to fit more
+
 inline cudaStream_t current_stream(const Tensor& tensor) {
   STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA");
   void* stream = nullptr;

@@ -10,8 +10,6 @@ namespace whale::cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int kWarp = 32;
-constexpr int kNoSpills = 1;  // blocks a multiprocessor holds at least: without it ptxas spills to fit more
 
 // A matrix by its rows, whose elements are adjacent.
 template <class T>

@@ -10,9 +10,7 @@
 namespace whale::cuda {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kMaxWarps = 4;
-constexpr int kNoSpills = 1;  // blocks a multiprocessor holds at least: without it ptxas spills to fit more
 constexpr unsigned kAll = 0xffffffffu;
 constexpr int64_t kSharedBytes = 48 * 1024;  // of a block, without asking for more
 

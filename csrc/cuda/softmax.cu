@@ -10,7 +10,6 @@ namespace whale::cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;
-constexpr int kWarp = 32;
 
 template <class S, class A>
 struct StatsArguments {
