@@ -204,3 +204,19 @@ def test_gshards_loss_counts_first_choices() -> None:
 def test_options_that_do_not_fit_are_refused(make: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         make()
+
+
+def test_a_bias_stays_in_float32_where_a_model_is_cast() -> None:
+    """Of steps of 0.001 bfloat16 loses those beyond 0.25."""
+    with torch.device("meta"):
+        made = moe.TopK(DIM, E, 2, bias_rate=0.001)
+    counts = torch.arange(E) + 1000  # of which bfloat16 makes two numbers
+    for gate in (moe.TopK(DIM, E, 2, bias_rate=0.001), made.to_empty(device="cpu")):
+        gate.reset_parameters()
+        gate.to(torch.bfloat16)
+        for _ in range(300):
+            gate.update(counts)
+        assert gate.weight.dtype is torch.bfloat16 and gate.bias is not None
+        expected = torch.tensor([0.3] * (E // 2) + [-0.3] * (E // 2))
+        torch.testing.assert_close(gate.bias, expected, rtol=1e-4, atol=0)
+    assert moe.TopK(DIM, E, 2, bias_rate=0.1).double().get_buffer("bias").dtype is torch.float64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -96,7 +97,16 @@ class TopK(LinearGate):
         self.group_best = (2 if score == "sigmoid" else 1) if group_best is None else group_best
         self._check_groups()
         self.bias: Tensor | None
-        self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
+        wide = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.register_buffer("bias", torch.zeros(num_experts, dtype=wide) if bias_rate else None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopK:
+        """Keeps the bias in float32 at least: in half precision it stands still where its steps are rounded away."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None and torch.finfo(self.bias.dtype).bits < 32:
+            self.bias = self.bias.to(before.dtype) if before.is_meta else before.to(self.bias.device)
+        return self
 
     def _check_groups(self) -> None:
         if self.num_groups < 1 or self.num_experts % self.num_groups:
