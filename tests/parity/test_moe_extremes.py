@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,6 +192,14 @@ def _times_3(module: nn.Module, given: Any, out: Tensor) -> Tensor:
     return 3 * out
 
 
+class Halved(moe.TopK):
+    """Whose weights are of half precision, which a third of one is not."""
+
+    def route(self, x: Tensor, mask: Tensor | None) -> moe.Routing:
+        found = super().route(x, mask)
+        return replace(found, weights=found.weights.bfloat16())
+
+
 def _hooked(**options: Any) -> nn.Module:
     model: Any = _in_experts(**options)
     model[0].experts.register_forward_hook(_times_3)
@@ -199,7 +208,7 @@ def _hooked(**options: Any) -> nn.Module:
 
 def _patched() -> nn.Module:
     """Whose experts' forward is replaced on the object."""
-    model: Any = _in_experts()
+    model: Any = _in_experts(renormalize="none")
     model[0].experts.forward = _from_outside
     return model  # type: ignore[no-any-return]
 
@@ -211,6 +220,10 @@ def _from_outside(x: Tensor, rows: Sequence[int]) -> Tensor:
 ONE_PROCESS: dict[str, Any] = {
     "beside a split layer": Beside,
     "a forward of its own": lambda: _in_experts(expert=Doubled(3, DIM, 3)),
+    "weights in half precision": lambda: _in_experts(gate=Halved(DIM, 3, 2, renormalize="none")),
+    "weights in half precision, through gloo": lambda: _in_experts(
+        gate=Halved(DIM, 3, 2, renormalize="none"), node_memory=False
+    ),
     "a hook on experts": _hooked,
     "a hook on experts, through gloo": lambda: _hooked(node_memory=False),
     "a forward from outside": _patched,
@@ -233,7 +246,7 @@ def _as_one_process(rank: int, n: int) -> dict[str, float]:
 
 
 def test_what_is_beside_a_layer_and_in_its_experts_is_respected() -> None:
-    for errors in world(2, _as_one_process):
+    for errors in world(3, _as_one_process):
         assert max(errors.values()) < 2e-5, errors
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from whale_torch import ops
+from whale_torch.ops.precision import statistics_dtype
 
 __all__ = ["combine", "permute"]
 
@@ -32,7 +33,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: Tensor, rows: int, back: float) -> Tensor:
         ctx.save_for_backward(positions)
-        ctx.back, ctx.wide = back, torch.float64 if x.dtype == torch.float64 else torch.float32
+        ctx.back, ctx.wide = back, statistics_dtype(x.dtype)
         return ops.moe_permute(x, positions, rows)
 
     @staticmethod
@@ -55,5 +56,6 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         y, positions, weights = ctx.saved_tensors
         # <dy, y> is not scaled: the weights stay on the rank of their tokens
-        drows, dweights = ops.moe_combine_backward(grads[0], y, positions, weights * ctx.back)
+        wide = weights.to(statistics_dtype(weights.dtype))
+        drows, dweights = ops.moe_combine_backward(grads[0], y, positions, wide * ctx.back)
         return drows, None, dweights, None

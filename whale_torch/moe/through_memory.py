@@ -19,6 +19,7 @@ from whale_torch.comm.shared_rows import SharedRows
 from whale_torch.moe.experts import FeedForward
 from whale_torch.moe.feed_forward import Hidden, Stacks, Work, run_backward, run_forward
 from whale_torch.ops import buffers
+from whale_torch.ops.precision import statistics_dtype
 
 __all__ = ["through_memory"]
 
@@ -65,10 +66,10 @@ class _ThroughMemory(torch.autograd.Function):
         mine, back, positions, weights, h, a, u, *stacks = ctx.saved_tensors
         rows, work, size, _ = ctx.how
         given = Stacks(*stacks)
-        dtype, dim = mine.dtype, mine.shape[1]
+        dtype, dim, wide = mine.dtype, mine.shape[1], weights.to(statistics_dtype(weights.dtype))
         with rows.open(dtype, dim) as above:
             # <dy, row> is not scaled: the weights stay on the rank of their tokens
-            dweights = ops.moe_scatter_backward(dy, back, positions, weights / size, above.whole)
+            dweights = ops.moe_scatter_backward(dy, back, positions, wide / size, above.whole)
             above.meet()
             with rows.open(dtype, dim) as below:
                 hidden, wanted = Hidden(h, a, u), ctx.needs_input_grad[4:]
@@ -76,5 +77,5 @@ class _ThroughMemory(torch.autograd.Function):
                 below.meet()
                 dx = None
                 if ctx.needs_input_grad[0]:
-                    dx = ops.moe_combine(below.whole, positions, torch.full_like(weights, size))
+                    dx = ops.moe_combine(below.whole, positions, torch.full_like(wide, size))
         return dx, dweights, None, None, *grads
