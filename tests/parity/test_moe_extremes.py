@@ -193,7 +193,11 @@ def _times_3(module: nn.Module, given: Any, out: Tensor) -> Tensor:
 
 
 class Halved(moe.TopK):
-    """Whose weights are of half precision, which a third of one is not."""
+    """Whose weights are of half precision, which a third of one is not; it learns nothing, as their gradients are too."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM, 3, 2, renormalize="none")
+        self.weight.requires_grad_(False)
 
     def route(self, x: Tensor, mask: Tensor | None) -> moe.Routing:
         found = super().route(x, mask)
@@ -220,10 +224,8 @@ def _from_outside(x: Tensor, rows: Sequence[int]) -> Tensor:
 ONE_PROCESS: dict[str, Any] = {
     "beside a split layer": Beside,
     "a forward of its own": lambda: _in_experts(expert=Doubled(3, DIM, 3)),
-    "weights in half precision": lambda: _in_experts(gate=Halved(DIM, 3, 2, renormalize="none")),
-    "weights in half precision, through gloo": lambda: _in_experts(
-        gate=Halved(DIM, 3, 2, renormalize="none"), node_memory=False
-    ),
+    "weights in half precision": lambda: _in_experts(gate=Halved()),
+    "weights in half precision, through gloo": lambda: _in_experts(gate=Halved(), node_memory=False),
     "a hook on experts": _hooked,
     "a hook on experts, through gloo": lambda: _hooked(node_memory=False),
     "a forward from outside": _patched,
