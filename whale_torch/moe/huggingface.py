@@ -165,6 +165,7 @@ class _Own:
     """A layer's own parameters as its Experts, and as a FeedForward where these are plain ones."""
 
     slices = 1
+    called = False  # it is no module: hooks are the layer's, and see the calls of that
 
     def __init__(self, layer: RoutedExperts):
         self._layer, self.num_experts = layer, layer.num_experts
