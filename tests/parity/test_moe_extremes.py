@@ -193,7 +193,7 @@ def _times_3(module: nn.Module, given: Any, out: Tensor) -> Tensor:
 
 
 class Halved(moe.TopK):
-    """Whose weights are of half precision, which a third of one is not; it learns nothing, as their gradients are too."""
+    """Whose weights are of half precision, which a third of one is not; it learns nothing, as gradients are too."""
 
     def __init__(self) -> None:
         super().__init__(DIM, 3, 2, renormalize="none")
