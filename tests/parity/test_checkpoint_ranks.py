@@ -275,9 +275,6 @@ def _refusals(rank: int, n: int, path: str, what: str) -> None:
         extra["head"] = model.state_dict()["head.weight"]
     elif what == "a state of another shape":
         optimizer.state[model.head.weight]["exp_avg"] = torch.zeros(3)
-    elif what == "one rank's state":
-        if rank == 1:
-            wh.save(path, step=0, model=model, more=Position(1))
     elif what == "one rank's object" and rank == 1:
         wh.save(path, step=0, model=model, more=Position(object()))
     elif what == "one rank's object":
@@ -290,7 +287,6 @@ def _refusals(rank: int, n: int, path: str, what: str) -> None:
     [
         ("a part", "'extra/head' is one rank's part of 'head.weight'"),
         ("a state of another shape", "'optimizer/head.weight/exp_avg' has shape [3]"),
-        ("one rank's state", "'more' is on one of ranks 0 and 1 alone"),
         ("one rank's object", "'states/more/value' is a object"),
     ],
 )
