@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import whale_torch as wh
+from tests.parity.checkpoint_cases import whole
 from tests.world import world
 from whale_torch.checkpoint.convert import convert
 from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.plain import read_weights
 from whale_torch.checkpoint.save import save
 from whale_torch.errors import CheckpointError
 
@@ -126,3 +129,91 @@ def test_damage_is_named_before_the_model_changes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is damaged"):
         convert(folder, convertible, "safetensors")
     assert not convertible.exists() and list(tmp_path.iterdir()) == [tmp_path / "run"]
+
+
+class Layers(nn.Module):
+    """Layers of experts, which may share one set of weights."""
+
+    def __init__(self, number: int = 3):
+        super().__init__()
+        self.layers = nn.ModuleList(wh.moe.MoELayer(WIDTH, 4, 2, hidden=6) for _ in range(number))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+WIDTH = 8
+
+
+def pseudo(number: int) -> tuple[Layers, torch.optim.Adam]:
+    torch.manual_seed(2)
+    model = Layers(number)
+    if number > 1:
+        wh.moe.share(model.layers)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(5, WIDTH)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def real(meta: bool) -> Layers:
+    with torch.device("meta" if meta else "cpu"):
+        model = Layers()
+    wh.annotate(model, {r"layers\.\d+": wh.split()})
+    return model
+
+
+def made_real(rank: int, n: int, folder: str) -> list[dict[str, Tensor]]:
+    found = []
+    for name in ("shared", "alone"):
+        model = wh.parallelize(real(meta=False))
+        optimizer = torch.optim.Adam(model.parameters())
+        assign = {r"layers\.\d+": "layers.0"}
+        wh.load(Path(folder, name, "back"), model=model, optimizer=optimizer, assign=assign)
+        state, moments = whole(model, optimizer)
+        found.append(state | {f"{key} of Adam": value for key, value in moments.items()})
+    for form in FORMS.values():  # which say what is one tensor
+        model = wh.parallelize(real(meta=True), weights=Path(folder, "shared", form))
+        found.append(wh.full_state_dict(model))
+    return found
+
+
+def test_shared_layers_become_real_ones(tmp_path: Path) -> None:
+    """Of one set of weights three, with what Adam knew of it: one to many, over converted files."""
+    for name, number in (("shared", 3), ("alone", 1)):
+        (tmp_path / name).mkdir()
+        model, optimizer = pseudo(number)
+        save(tmp_path / name / "run", step=1, model=model, optimizer=optimizer)
+        for form, path in FORMS.items():
+            convert(tmp_path / name / "run", tmp_path / name / path, form)
+        convert(tmp_path / name / "run", tmp_path / name / "whole", "torch")
+        convert(tmp_path / name / "whole", tmp_path / name / "back", "whale")
+    for states in world(2, made_real, str(tmp_path)):
+        for number, found in enumerate(states):
+            model, optimizer = pseudo(1 if number == 1 else 3)
+            first = model.layers[0].state_dict()
+            for layer in range(3):
+                for key, value in first.items():
+                    assert torch.equal(found[f"layers.{layer}.{key}"], value), (number, layer, key)
+            moments = {k: v for k, v in found.items() if k.endswith("exp_avg of Adam") and k.startswith("layers")}
+            assert number > 1 or len(moments) == 3 * len(list(model.layers[0].parameters()))
+            for key, value in moments.items():
+                name = re.sub(r"^layers\.\d+", "layers.0", key).removesuffix(" of Adam")
+                parameter = model.get_parameter(name.removesuffix("/exp_avg").removesuffix(".exp_avg"))
+                assert torch.equal(value, optimizer.state[parameter]["exp_avg"]), key
+
+
+def test_names_behind_a_prefix_are_told() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    longer = {f"model.{key}": value for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"more 'model\.' in front: .* --rename 'model\\\.\(\.\*\)' '\\1'"):
+        read_weights(longer, model)
+    outer = nn.ModuleDict({"model": model, "head": nn.Linear(2, 2)})
+    with pytest.raises(CheckpointError, match=r"lack 'model\.' in front: .* --rename '\(\.\*\)' 'model\.\\1'"):
+        read_weights(model.state_dict(), outer)
+    with pytest.raises(CheckpointError, match=r"several are to have the values of one, wh.load\(.*assign="):
+        read_weights({k: v for k, v in model.state_dict().items() if k.startswith("0")}, model)

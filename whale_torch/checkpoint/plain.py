@@ -6,6 +6,7 @@ Of files a rank reads what it holds: tensors stay there until they are copied in
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -62,7 +63,7 @@ def read_weights(
         raise CheckpointError(
             f"the weights given do not fit {type(model).__name__}: {'; '.join(faults[:_MOST])}"
             + (f"; and {len(faults) - _MOST} more." if len(faults) > _MOST else "."),
-            fix="give a state dict as one process has it: the plain model's own, or wh.full_state_dict(model)",
+            fix=_fix(weights, expected),
         )
     if isinstance(weights, _WithTies | _InSource):
         _check(weights, model, cuts or {}, is_here)
@@ -197,6 +198,24 @@ def _part(weights: Mapping[str, Any], name: str, value: CutTensor) -> Any:
     index = place.parts.index
     boxes = list(zip(boxes_of(place.shard, index), in_local(place.shard, index), strict=True))
     return UnreadPart.at(given.entry, boxes, place.shard.local_shape(index), place)
+
+
+def _fix(given: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """What to do where names or shapes differ: what a prefix would mend is told, and what is to be taken from one."""
+    missing, unexpected = [k for k in expected if k not in given], [k for k in given if k not in expected]
+    for longer, shorter, less in ((missing, unexpected, False), (unexpected, missing, True)):
+        prefix = next((k.removesuffix(shorter[0]) for k in longer if shorter and k.endswith(f".{shorter[0]}")), "")
+        if prefix and sum(prefix + name in set(longer) for name in shorter) * 2 > len(shorter):
+            pattern, to = (re.escape(prefix) + "(.*)", r"\1") if less else ("(.*)", rf"{prefix}\1")
+            what = "have more" if less else "lack"
+            return (
+                f"the names given {what} '{prefix}' in front: of files, python -m whale_torch convert SOURCE TARGET "
+                f"--to safetensors --rename '{pattern}' '{to}'; of a state dict, other keys"
+            )
+    plain = "give a state dict as one process has it: the plain model's own, or wh.full_state_dict(model)"
+    if missing and not unexpected:
+        plain += "; where several are to have the values of one, wh.load(run_dir, model=model, assign={pattern: name})"
+    return plain
 
 
 def _listed(how: str, keys: list[str]) -> str:
