@@ -25,6 +25,7 @@ from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.formats.source import Composed, InMemory, Part, Reshaped, chunks_of
 from whale_torch.checkpoint.formats.unread import Unread
 from whale_torch.checkpoint.load import load
+from whale_torch.checkpoint.plain import load_weights, read_weights
 from whale_torch.checkpoint.save import save
 from whale_torch.checkpoint.values import tensors_in
 from whale_torch.errors import CheckpointError
@@ -217,6 +218,39 @@ def test_names_change_in_all_that_is_saved(form: str, tmp_path: Path) -> None:
     back = {r"body\.(.*)": r"two.\1", "mean": r"module.weight", "shift": "bias"}
     convert(tmp_path / "new", tmp_path / "old", "whale", rename=back)
     assert_same(tmp_path / "run", tmp_path / "old")
+
+
+@pytest.mark.parametrize(("form", "name"), [("safetensors", "n.safetensors"), ("torch", "n.pt"), ("dcp", "dcp")])
+def test_an_extra_state_that_is_a_tensor(form: str, name: str, tmp_path: Path) -> None:
+    net = nn.Sequential(Noted(2, 2))
+    net[0].note = torch.randn(3)
+    save(tmp_path / "run", step=1, model=net, rng=False)
+    assert convert(tmp_path / "run", tmp_path / name, form).left_out == []
+    convert(tmp_path / name, tmp_path / "back", "whale", step=1)
+    other = nn.Sequential(Noted(2, 2))
+    load(tmp_path / "back", model=other)
+    assert torch.equal(other[0].note, net[0].note)
+    again = nn.Sequential(Noted(2, 2))
+    load_weights(again, read_weights(tmp_path / name, again))
+    assert torch.equal(again[0].note, net[0].note) and type(again[0].note) is torch.Tensor
+    net[0].note = {"scale": torch.randn(2)}
+    save(tmp_path / "run", step=2, model=net, rng=False)
+    weights = read_weights(tmp_path / "run", again)
+    load_weights(again, weights)
+    assert torch.equal(again[0].note["scale"], net[0].note["scale"])
+
+
+def test_weights_of_a_tie_that_differ(tmp_path: Path) -> None:
+    net = trained()[0]
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    save_file(state, tmp_path / "n.safetensors")
+    assert read_weights(state, net) is state
+    read_weights(tmp_path / "n.safetensors", net)
+    state["head.weight"][3, 2] += 1
+    save_file(state, tmp_path / "n.safetensors")
+    for weights in (state, tmp_path / "n.safetensors"):
+        with pytest.raises(CheckpointError, match=r"words\.weight and head\.weight are one tensor .* values differ"):
+            read_weights(weights, net)
 
 
 def test_a_tie_of_two_tensors(tmp_path: Path) -> None:

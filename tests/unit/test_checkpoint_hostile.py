@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 
 from whale_torch.checkpoint.convert import convert
 from whale_torch.checkpoint.formats.opened import open_source
+from whale_torch.checkpoint.save import save
 from whale_torch.errors import CheckpointError
 
 CASES = 60  # of each kind of file
@@ -63,8 +65,12 @@ def read_all(path: Path) -> None:
         source = open_source(path)
         for entry in source.tensors.values():
             entry.read()
+        if source.values:
+            convert(path, path.with_name("out"), "torch")
     except CheckpointError as error:
         assert any(part in error.what for part in (str(path), *(one.name for one in files_of(path)))), error.what
+    finally:
+        shutil.rmtree(path.with_name("out"), ignore_errors=True)
     assert time.process_time() - start < SECONDS
 
 
@@ -124,6 +130,16 @@ def deepspeed(folder: Path) -> Path:
     return folder
 
 
+def all_of_it(folder: Path) -> Path:
+    """A folder of torch with an optimizer, a schedule and random states."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    save(folder / "run", step=1, model=net, optimizer=optimizer, extra={"a": torch.ones(2)}, schedule=schedule)
+    convert(folder / "run", folder / "torch", "torch")
+    return folder / "torch"
+
+
 def changed(data: bytes, chance: random.Random) -> bytes:
     """A few bytes are others, are gone, or are there twice; numbers become large."""
     found = bytearray(data)
@@ -174,6 +190,14 @@ def values(path: Path, chance: random.Random) -> None:
     path.write_text(json.dumps(told))
 
 
+def inner(path: Path, chance: random.Random) -> None:
+    saved = torch.load(path)
+    told = json.loads(saved["whale_torch"]["index"])
+    replaced(told, chance)
+    saved["whale_torch"]["index"] = json.dumps(told)
+    torch.save(saved, path)
+
+
 ODD = (None, -1, 1 << 60, 1 << 200, 1e308, "", "x", "../n.safetensors", "/etc/passwd", [], [1 << 60, 1 << 60], {}, True,
        "\x00", "a/../../b", [[[]]], {"a": {"b": {}}}, "F64", "model-1.safetensors", float("nan"))  # fmt: skip
 
@@ -202,6 +226,7 @@ KINDS: dict[str, tuple[Make, Callable[[Path, random.Random], None], str]] = {
     "files of DCP": (dcp, whole, "*.distcp"),
     "pickles of Megatron": (megatron, inside, "*.pt"),
     "pickles of DeepSpeed": (deepspeed, inside, "*.pt"),
+    "index in a folder of torch": (all_of_it, inner, "extra.pt"),
     "files of DeepSpeed": (deepspeed, whole, "*.pt"),
 }
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from whale_torch.checkpoint.boxes import Box, boxes_of, in_local
 from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.formats.safetensors import is_safetensors
-from whale_torch.checkpoint.formats.source import Source
+from whale_torch.checkpoint.formats.source import Source, chunks_of
 from whale_torch.checkpoint.formats.torch_files import load_torch, state_dict_of
 from whale_torch.checkpoint.formats.unread import Unread, UnreadPart
-from whale_torch.checkpoint.values import decode
+from whale_torch.checkpoint.index import CHUNK_BYTES
+from whale_torch.checkpoint.values import decode, tensors_in
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace
 from whale_torch.errors import CheckpointError
@@ -56,7 +58,7 @@ def read_weights(
         given = weights.get(key)
         if isinstance(given, CutTensor):
             faults.append(f"{key} is one rank's part")
-        elif isinstance(value, Tensor) and key in weights:
+        elif isinstance(value, Tensor) and key in weights and not _is_extra(key):
             faults.append(_misfit(key, value, given))
     faults = [fault for fault in faults if fault]
     if faults:
@@ -65,30 +67,76 @@ def read_weights(
             + (f"; and {len(faults) - _MOST} more." if len(faults) > _MOST else "."),
             fix=_fix(weights, expected),
         )
-    if isinstance(weights, _WithTies | _InSource):
-        _check(weights, model, cuts or {}, is_here)
+    _check(weights, model, cuts or {}, is_here)
     return weights
 
 
 def _check(
-    weights: _WithTies | _InSource, model: nn.Module, cuts: Mapping[str, ParameterPlace], is_here: Callable[[str], bool]
+    weights: Mapping[str, Any],
+    model: nn.Module,
+    cuts: Mapping[str, ParameterPlace],
+    is_here: Callable[[str], bool],
 ) -> None:
-    """Checks, against checksums, what this rank will read."""
+    """Checks what this rank will read: against checksums, and that names of one tensor have one value."""
     first = {id(p): name for name, p in model.named_parameters()}
     boxes: dict[str, list[Box]] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     inside = weights.weights if isinstance(weights, _WithTies) else weights
-    if not isinstance(inside, _InSource):
-        return
+    of_tensor: dict[str, list[str]] = {}
     for name, value in model.state_dict().items():
         known = first.get(id(parameters.get(name)), name)
-        if not isinstance(value, Tensor) or not is_here(known):
+        if isinstance(inside, _InSource) and name in inside and (in_value := inside.tensors_of(name)):
+            boxes |= {key: [Box.whole(inside.source.tensors[key].shape)] for key in in_value}
+            continue
+        if not isinstance(value, Tensor) or _is_extra(name) or not is_here(known):
             continue
         found, place = [Box.whole(value.shape)], cuts.get(known)
         if place is not None and place.shard is not None and place.parts is not None:
             found = boxes_of(place.shard, place.parts.index)
-        boxes.setdefault(inside.key(weights.known_as(name)), []).extend(found)
-    inside.source.check(boxes)
+        given = weights.known_as(name) if isinstance(weights, _WithTies | _InSource) else name
+        key = inside.key(given) if isinstance(inside, _InSource) else given
+        boxes.setdefault(key, []).extend(found)
+        if name in parameters and given not in of_tensor.setdefault(known, []):
+            of_tensor[known].append(given)
+    if isinstance(inside, _InSource):
+        inside.source.check(boxes)
+    for names in of_tensor.values():
+        for other in names[1:]:
+            key = inside.key(names[0]) if isinstance(inside, _InSource) else names[0]
+            if not _alike(weights[names[0]], weights[other], boxes[key]):
+                raise CheckpointError(
+                    f"{names[0]} and {other} are one tensor in {type(model).__name__}, and their values differ.",
+                    fix="give one of them, or build the model without the tie",
+                )
+
+
+def _alike(one: Tensor, other: Tensor, boxes: Sequence[Box]) -> bool:
+    """Whether two tensors are bit-equal in some boxes."""
+    if one.dtype != other.dtype:
+        return False
+    if isinstance(one, Unread) and isinstance(other, Unread):
+        if one.entry is other.entry:
+            return True
+    elif one.data_ptr() == other.data_ptr():
+        return True
+    most = max(1, CHUNK_BYTES // one.dtype.itemsize)
+    for box in boxes:
+        for chunk in chunks_of(box, most):
+            values = [_part_of(each, chunk).contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+            if not torch.equal(*values):
+                return False
+    return True
+
+
+def _part_of(value: Tensor, box: Box) -> Tensor:
+    if isinstance(value, Unread):
+        return value.entry.read(box)
+    inside = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
+    return value.detach().as_subclass(Tensor)[inside].cpu()
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _misfit(key: str, value: Tensor, given: Any) -> str:
@@ -115,7 +163,8 @@ class _InSource(Mapping[str, Any]):
     def __init__(self, source: Source):
         self.source = source
         found = (*source.tensors, *source.ties, *source.values)
-        self._keys = {key.removeprefix("model/"): key for key in found if key.startswith("model/")}
+        inside = {key for value in source.values.values() for key in tensors_in(value)} - source.values.keys()
+        self._keys = {k.removeprefix("model/"): k for k in found if k.startswith("model/") and k not in inside}
 
     def key(self, name: str) -> str:
         """The key of the tensor that has the values of a name."""
@@ -124,11 +173,16 @@ class _InSource(Mapping[str, Any]):
     def known_as(self, name: str) -> str:
         return name
 
+    def tensors_of(self, name: str) -> list[str]:
+        """The keys of the tensors in what is no tensor of the model's."""
+        values = self.source.values
+        return list(tensors_in(values[self._keys[name]])) if self._keys[name] in values else []
+
     def __getitem__(self, name: str) -> Any:
         key = self.key(name)
         if key in self.source.tensors:
             return Unread.of(self.source.tensors[key])
-        tensors = {k: one.read() for k, one in self.source.tensors.items() if k.startswith(f"{key}/")}
+        tensors = {k: self.source.tensors[k].read() for k in self.tensors_of(name) if k in self.source.tensors}
         return decode(self.source.values[key], tensors)
 
     def __iter__(self) -> Iterator[str]:
@@ -176,13 +230,16 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     own = model.state_dict()
     state: OrderedDict[str, Any] = OrderedDict()
     parameters, first = dict(model.named_parameters(remove_duplicate=False)), dict[int, str]()
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, value in own.items():
         if name in parameters and first.setdefault(id(parameters[name]), name) != name:
             state[name] = value  # one tensor is read once, by its first name
         elif isinstance(value, CutTensor):
             state[name] = _part(weights, name, value)
         else:
-            state[name] = weights[name]
+            given = weights[name]
+            of_module = isinstance(given, Unread) and name not in parameters and name not in buffers
+            state[name] = given.read() if of_module else given  # a module keeps an extra state as it is
     if hasattr(weights, "_metadata"):  # versions of modules, by which load_state_dict reads older files
         state._metadata = weights._metadata  # type: ignore[attr-defined]
     model.load_state_dict(state)

@@ -15,7 +15,7 @@ from whale_torch.checkpoint.boxes import Box, overlap
 from whale_torch.checkpoint.values import KINDS
 from whale_torch.errors import CheckpointError
 
-__all__ = ["check_structure", "is_group"]
+__all__ = ["check_structure", "check_values", "is_group"]
 
 _FILE = re.compile(r"\w[\w.-]*\.safetensors", re.ASCII)
 _MOST = 1 << 63  # elements that an address can tell apart
@@ -51,6 +51,19 @@ def check_structure(data: Any, path: object, chunk_bytes: int) -> None:
         raise CheckpointError(
             f"{path} is no index that is written here: '{entry}' {error}.", fix="load another checkpoint"
         ) from None
+
+
+def check_values(values: Mapping[str, Any], ties: Mapping[str, Any], tensors: Mapping[str, Any], path: object) -> None:
+    """The same for what a file of another form says of them."""
+    entry = "its index"
+    try:
+        for entry, first in ties.items():
+            _check_tie(entry, first, tensors)
+        for entry, value in values.items():
+            _check_value(entry, value, tensors)
+            _check_own(entry, value)
+    except _Wrong as error:
+        raise CheckpointError(f"{path} cannot be right: '{entry}' {error}.", fix="give another checkpoint") from None
 
 
 def _check_head(data: Any, chunk_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from whale_torch.checkpoint.formats.torch_files import is_torch_folder, read_tor
 from whale_torch.checkpoint.index import INDEX, Index
 from whale_torch.checkpoint.inventory import Held
 from whale_torch.checkpoint.reader import Reader, Wanted
+from whale_torch.checkpoint.structure import check_values
 from whale_torch.errors import CheckpointError, first_line
 
 __all__ = ["open_source"]
@@ -31,7 +33,12 @@ def open_source(path: str | os.PathLike[str], files: Files | None = None) -> Sou
     """
     path, files = Path(path), Files() if files is None else files
     try:
-        return _opened(path, files)
+        source = _opened(path, files)
+        for key in source.tensors:
+            if key.startswith("model/") and re.split(r"[./]", key)[-1] == "_extra_state":
+                source.values.setdefault(key, {"__kind__": "tensor", "key": key})
+        check_values(source.values, source.ties, source.tensors, path)
+        return source
     except CheckpointError as error:
         if str(path) in error.what:
             raise

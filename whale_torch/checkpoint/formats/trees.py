@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from whale_torch.checkpoint.formats.source import Source
+from whale_torch.checkpoint.structure import is_group
 from whale_torch.checkpoint.values import decode, tensors_in
 from whale_torch.errors import CheckpointError
 
@@ -19,8 +20,8 @@ _OF_OPTIMIZER = re.compile(r"(optimizer/(?:@[^/]+/)?|states/[^/]+/)groups")
 
 def optimizers_in(source: Source) -> list[str]:
     """The prefixes of the keys of its optimizers."""
-    found = (_OF_OPTIMIZER.fullmatch(key) for key in source.values)
-    return [match[1] for match in found if match is not None]
+    found = ((_OF_OPTIMIZER.fullmatch(key), value) for key, value in source.values.items())
+    return [m[1] for m, value in found if m is not None and isinstance(value, list) and all(map(is_group, value))]
 
 
 def tensors_of_values(source: Source) -> dict[str, str]:
