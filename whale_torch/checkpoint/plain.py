@@ -232,14 +232,16 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     parameters, first = dict(model.named_parameters(remove_duplicate=False)), dict[int, str]()
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, value in own.items():
-        if name in parameters and first.setdefault(id(parameters[name]), name) != name:
-            state[name] = value  # one tensor is read once, by its first name
-        elif isinstance(value, CutTensor):
-            state[name] = _part(weights, name, value)
+        if isinstance(value, CutTensor):
+            given = _part(weights, name, value)
         else:
             given = weights[name]
-            of_module = isinstance(given, Unread) and name not in parameters and name not in buffers
-            state[name] = given.read() if of_module else given  # a module keeps an extra state as it is
+        if name in parameters and first.setdefault(id(parameters[name]), name) != name:
+            state[name] = value if isinstance(given, Unread | UnreadPart) else given  # read once, by its first name
+        elif isinstance(given, Unread) and name not in parameters and name not in buffers:
+            state[name] = given.read()  # a module keeps an extra state as it is
+        else:
+            state[name] = given
     if hasattr(weights, "_metadata"):  # versions of modules, by which load_state_dict reads older files
         state._metadata = weights._metadata  # type: ignore[attr-defined]
     model.load_state_dict(state)
