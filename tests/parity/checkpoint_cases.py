@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from whale_torch.planning.layout import balanced
 from whale_torch.state import full_tensor
 from whale_torch.strategies.runtime import is_parallelized
 
-__all__ = ["LAYOUTS", "OPTIMIZERS", "Layout", "batch", "build", "step", "whole"]
+__all__ = ["LAYOUTS", "OPTIMIZERS", "Layout", "batch", "build", "count", "pairs", "step", "whole"]
 
 WIDTH, WORDS, ROWS, LENGTH = 12, 13, 24, 3
 Scopes = dict[str, Any]
@@ -138,6 +139,31 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def pairs() -> list[tuple[str, str]]:
+    """Layouts of one model: what is saved in the first is loaded in the second."""
+    return [(a, b) for a in LAYOUTS for b in LAYOUTS if LAYOUTS[a].model is LAYOUTS[b].model]
+
+
+def _kind(name: str) -> str:
+    """Experts first: a layout of theirs is one of replicas or splits too."""
+    words = {"experts": "experts", "stages": "pipeline", "pipelines": "pipeline", "nested": "nested", "plain": "plain"}
+    of = next((kind for word, kind in words.items() if word in name.replace(",", "").split()), "")
+    return of or ("replica" if name.startswith("replica") else "split")
+
+
+def count() -> str:
+    """How many pairs of layouts there are, by kind and by world."""
+    found = pairs()
+    lines = [f"{len(found)} pairs of {len(LAYOUTS)} layouts, {sum(a != b for a, b in found)} of them of different ones"]
+    for title, key in (("kind", _kind), ("ranks", lambda name: str(max(1, LAYOUTS[name].world)))):
+        counts = Counter((key(a), key(b)) for a, b in found)
+        names = list(dict.fromkeys(key(name) for name in LAYOUTS))
+        lines += ["", f"saved by {title} (rows), loaded by {title}:"]
+        lines.append(" " * 9 + "".join(f"{name:>9}" for name in names))
+        lines += [f"{a:<9}" + "".join(f"{counts[a, b] or '.':>9}" for b in names) for a in names]
+    return "\n".join(lines)
+
+
 def build(name: str, optimizer: str, seed: int = 0, dropout: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model in its layout, with fresh values, and its optimizer of two groups."""
     layout = LAYOUTS[name]
@@ -199,3 +225,7 @@ def _from_holder(value: Tensor, place: Any) -> Tensor:
     from whale_torch.comm.collectives import broadcast_copy
 
     return broadcast_copy(value, place.pipeline, place.holder, name="a test's value")
+
+
+if __name__ == "__main__":
+    print(count())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import whale_torch as wh
-from tests.parity.checkpoint_cases import LAYOUTS, OPTIMIZERS, build, step, whole
+from tests.parity.checkpoint_cases import LAYOUTS, OPTIMIZERS, build, pairs, step, whole
 from tests.world import world
 
 BAR = 1e-5
@@ -78,8 +78,8 @@ def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def _pairs() -> list[tuple[str, tuple[str, ...]]]:
     """Each layout, and those from which it loads, a few at a time."""
     found = []
-    for name, layout in LAYOUTS.items():
-        sources = [other for other in LAYOUTS if LAYOUTS[other].model is layout.model]
+    for name in LAYOUTS:
+        sources = [source for source, target in pairs() if target == name]
         found += [(name, tuple(sources[first : first + _GROUP])) for first in range(0, len(sources), _GROUP)]
     return found
 
