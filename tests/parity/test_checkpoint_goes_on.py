@@ -36,15 +36,14 @@ APART = [
 def _training(name: str, optimizer: str, seed: int, dropout: float) -> dict[str, Any]:
     model, made = build(name, optimizer, seed, dropout)
     options: dict[str, Any] = {"init_scale": 64.0, "growth_interval": 2}
-    found = {
+    parallel = is_parallelized(model)
+    return {
         "model": model,
         "optimizer": made,
         "scheduler": torch.optim.lr_scheduler.ExponentialLR(made, 0.9),
-        "scaler": wh.GradScaler(model, **options) if is_parallelized(model) else torch.amp.GradScaler("cpu", **options),
+        "scaler": wh.GradScaler(model, **options) if parallel else torch.amp.GradScaler("cpu", **options),
+        "average": AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
     }
-    if "stages" not in name:
-        found["average"] = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    return found
 
 
 def _step(of: dict[str, Any], number: int) -> list[float]:
@@ -70,10 +69,8 @@ def _step(of: dict[str, Any], number: int) -> list[float]:
     if feeds > 1:
         total = float(wh.reduce(torch.tensor(total), weight=len(x[0]), model=model))
     found = [total, of["optimizer"].param_groups[0]["lr"], scaler.get_scale()]
-    if "average" in of:
-        of["average"].update_parameters(model)
-        found.append(float(sum(value.double().sum() for value in _whole(of["average"]).values())))
-    return found
+    of["average"].update_parameters(model)
+    return [*found, float(sum(value.double().sum() for value in _whole(of["average"]).values()))]
 
 
 def _save(rank: int, n: int, name: str, optimizer: str, dropout: float, path: str) -> list[list[float]]:
@@ -81,22 +78,17 @@ def _save(rank: int, n: int, name: str, optimizer: str, dropout: float, path: st
     scales = [_step(of, number)[2] for number in range(STEPS)]
     assert scales[SKIPPED] == scales[0] / 2, "a step was skipped"
     folder = wh.save(path, step=STEPS, **of)
-    if "average" in of:
-        average = _whole(of["average"])
-        if rank == 0:
-            torch.save(average, folder / "average")
+    average = _whole(of["average"])
+    if rank == 0:
+        torch.save(average, folder / "average")
     return [_step(of, STEPS + number) for number in range(MORE)]
 
 
 def _load(rank: int, n: int, name: str, optimizer: str, dropout: float, path: str) -> list[list[float]]:
     of = _training(name, optimizer, 7, dropout)
-    average = Path(path) / f"step-{STEPS:08d}" / "average"
-    if not average.exists():  # pipelines have none
-        of.pop("average", None)
-    wh.load(path, **of)
-    if "average" in of:
-        expected = torch.load(average)
-        assert all(torch.equal(expected[key], value) for key, value in _whole(of["average"]).items())
+    folder = wh.load(path, **of).path
+    expected = torch.load(folder / "average")
+    assert all(torch.equal(expected[key], value) for key, value in _whole(of["average"]).items())
     return [_step(of, STEPS + number) for number in range(MORE)]
 
 

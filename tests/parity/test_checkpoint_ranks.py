@@ -262,7 +262,8 @@ def _drops(rank: int, n: int, path: str, save: bool) -> list[float]:
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.matrix(keep=1)
 def test_dropout_goes_on_in_pipelines(n: int, tmp_path: Path) -> None:
-    assert world(n, _drops, str(tmp_path), True) == world(n, _drops, str(tmp_path), False)
+    saved = world(n, _drops, str(tmp_path), True, timeout=120)
+    assert world(n, _drops, str(tmp_path), False, timeout=120) == saved
 
 
 def _refusals(rank: int, n: int, path: str, what: str) -> None:

@@ -136,7 +136,7 @@ def _metadata(files: Files, fd: int, size: int) -> dict[str, str]:
     files.read(fd, memoryview(text), 8)
     try:
         return dict(json.loads(text)["__metadata__"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 
