@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -56,7 +57,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def test_verify_reads_all_and_finds_nothing(runs: Path, command: Command) -> None:
     status, out, _ = command("verify", runs / "run")
-    assert status == 0 and "2 checkpoints" in out and "all as it was written" in out
+    assert status == 0 and "2 checkpoints" in out and "all is as it was written" in out
+    assert re.search(r"\d B|[kMG]B in \d+\.\d\d s, .*B/s by \d+ threads?; ", out), out
     assert command("verify", runs / "run" / "step-00000001")[0] == 0
     assert command("verify", runs)[0] == command("verify", runs / "nothing")[0] == 2
 
@@ -118,9 +120,27 @@ def test_diff_tells_what_differs_and_by_how_much(runs: Path, tmp_path: Path, com
     assert command("diff", one, tmp_path / "nothing")[0] == 2
 
 
+def test_a_terminal_gets_tables(
+    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich", reason="rich is not installed")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    status, out, _ = command("inspect", runs / "run")
+    assert status == 0 and "┃" in out and "rank-00001 [6:12, 0:8]" in out and "[0:6, 0:8]" in out and "[12, 8]" in out
+    status, out, _ = command("diff", runs / "run" / "step-00000001", runs / "run")
+    assert status == 1 and "┃" in out and "96 of 96" in out
+
+
+@pytest.mark.parametrize("name", ["verify", "inspect", "diff"])
+def test_help_tells_the_exit_status(name: str, command: Command) -> None:
+    status, out, _ = command(name, "--help")
+    assert status == 0 and "Exit status: 0" in out and "2 without" in " ".join(out.split())
+
+
 def test_as_a_command(runs: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "whale_torch", "verify", str(runs / "run")],
         capture_output=True, text=True, timeout=100, cwd=ROOT, check=False,
     )  # fmt: skip
-    assert done.returncode == 0 and not done.stderr and "all as it was written" in done.stdout
+    assert done.returncode == 0 and not done.stderr and "all is as it was written" in done.stdout

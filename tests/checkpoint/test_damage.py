@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each is refused before anything changes, and what is damaged is named."""
+"""Damaged checkpoints: each is refused before anything changes, and a load and verify name what is damaged."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.checkpoint.peers import OUTCOMES, flipped
 from tests.world import world
 from whale_torch.checkpoint.load import load
 from whale_torch.checkpoint.save import save
+from whale_torch.checkpoint.verify import verify
 
 CASES = 1040
 BLOCKS = 4
@@ -73,6 +74,8 @@ def test_every_damage_is_found_before_anything_changes(runs: Path, block: int, t
         path = run_dir if kind == "pointer bit" or rng.random() < 0.5 else run_dir / "step-00000002"
         text = said(lambda path=path: load(path, model=model, optimizer=optimizer))
         assert text is not None and "fix:" in text and _names_it(text, found, kind, tensor), (case, kind, found, text)
+        told = verify(run_dir, cores=1).damages
+        assert any(str(found.file) in one or kind.startswith("index of") for one in told), (case, kind, found, told)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         now = [value for state in optimizer.state.values() for value in state.values()]
         assert all(map(torch.equal, now, moments))

@@ -23,12 +23,24 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="command", metavar="{verify,inspect,diff,convert}")
     place = "a run_dir of wh.save, or one step's folder"
-    one = commands.add_parser("verify", help="read every byte of a checkpoint, or of all in a run_dir, on all cores")
+    one = commands.add_parser(
+        "verify", help="read every byte of a checkpoint, or of all in a run_dir, on all cores",
+        description="Reads every byte of a checkpoint, or of all in a run_dir and its pointers, on all cores.",
+        epilog="Exit status: 0 where all is as it was written, 1 where anything is damaged, 2 without a checkpoint.",
+    )  # fmt: skip
     one.add_argument("dir", help=place)
-    one = commands.add_parser("inspect", help="list what a checkpoint holds")
+    one = commands.add_parser(
+        "inspect", help="list what a checkpoint holds",
+        description="Lists the tensors of a checkpoint, where their parts lie, ties, and what is no tensor.",
+        epilog="Exit status: 0, and 2 without a checkpoint that can be read.",
+    )  # fmt: skip
     one.add_argument("dir", help=place)
     one.add_argument("--json", action="store_true", help="as JSON")
-    one = commands.add_parser("diff", help="tell which tensors of two checkpoints differ, and by how much")
+    one = commands.add_parser(
+        "diff", help="tell which tensors of two checkpoints differ, and by how much",
+        description="Tells which tensors and values of two checkpoints differ, whatever the plans they were saved in.",
+        epilog="Exit status: 0 where nothing differs, 1 where anything does, 2 without two checkpoints to read.",
+    )  # fmt: skip
     one.add_argument("a", help=place)
     one.add_argument("b", help=place)
     add_convert(commands)
@@ -57,7 +69,9 @@ def _verify(path: str) -> int:
     took = time.perf_counter() - start
     told = f"{len(found.damages)} damages" if len(found.damages) != 1 else "1 damage"
     places = f"{len(found.folders)} checkpoints" if len(found.folders) != 1 else str(found.folders[0])
-    print(f"{places}: {_bytes(found.num_bytes)} in {took:.1f} s, {told if found.damages else 'all as it was written'}")
+    threads = f"{found.threads} threads" if found.threads != 1 else "1 thread"
+    rate = f"{_bytes(found.num_bytes)} in {took:.2f} s, {_bytes(round(found.num_bytes / took))}/s by {threads}"
+    print(f"{places}: {rate}; {told if found.damages else 'all is as it was written'}")
     return 1 if found.damages else 0
 
 
@@ -70,7 +84,7 @@ def _inspect(path: str, *, as_json: bool) -> int:
     print(f"{found['path']}: step {found['step']}, {len(tensors)} tensors, {_bytes(found['bytes'])}, id {found['id']}")
     rows = []
     for key, one in tensors.items():
-        pieces = [f"{piece['file']} {slice_text(piece['start'], piece['size'])}" for piece in one["pieces"]]
+        pieces = [_place(piece, one["shape"]) for piece in one["pieces"]]
         for number, piece in enumerate(pieces):
             facts = [key, one["dtype"], str(one["shape"]), _bytes(one["bytes"])] if not number else [""] * 4
             rows.append([*facts, piece])
@@ -78,6 +92,12 @@ def _inspect(path: str, *, as_json: bool) -> int:
     _table(["tied", "to"], [list(pair) for pair in found["ties"].items()])
     _table(["value", ""], [[key, _short(value)] for key, value in sorted(found["values"].items())])
     return 0
+
+
+def _place(piece: dict[str, Any], shape: list[int]) -> str:
+    """Where a piece lies, and which part of its tensor it is where it is not all."""
+    file = piece["file"].removesuffix(".safetensors")
+    return file if piece["size"] == shape else f"{file} {slice_text(piece['start'], piece['size'])}"
 
 
 def _diff(one: str, other: str) -> int:
