@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import fcntl
 import io
 import os
 import tempfile
@@ -27,6 +29,7 @@ W = "Ranks that disagree"
 T = "Training"
 C = "The output of a split"
 M = "State, copies and checkpoints"
+K = "wh.save and wh.load"
 E = "Layers of experts"
 
 
@@ -1450,6 +1453,130 @@ def delinked_too_early(rank: int, n: int) -> None:
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     wh.moe.delink(model, optimizer)
+
+
+# ---- wh.save and wh.load ----
+
+
+@mistake(K, "A step that is there already", wh.CheckpointError, r"run/step-00000100 exists\.")
+def saved_twice(rank: int, n: int) -> None:
+    """As of a run that was started again and did not load, or loaded an earlier step."""
+    with tempfile.TemporaryDirectory() as folder:
+        wh.save(f"{folder}/run", step=100, model=classifier())
+        wh.save(f"{folder}/run", step=100, model=classifier())
+
+
+@mistake(K, "A step that two jobs save", wh.CheckpointError, r"another job is saving .*run/step-00000100\.")
+def saved_by_two(rank: int, n: int) -> None:
+    """Of two jobs with one run_dir one wins; what it has written stays whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        other = Path(folder, "run", "step-00000100.tmp-0123456789abcdef")  # where another job writes
+        other.mkdir(parents=True)
+        with (other / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            wh.save(f"{folder}/run", step=100, model=classifier())
+
+
+@mistake(K, "A state without state_dict", wh.CheckpointError, r"lr= is a float, without state_dict and load_state_dict")
+def saved_number(rank: int, n: int) -> None:
+    """Numbers, texts and tensors of your own are extra."""
+    with tempfile.TemporaryDirectory() as folder:
+        wh.save(f"{folder}/run", step=100, model=classifier(), lr=0.1)
+
+
+@mistake(K, "An object among extra", wh.CheckpointError, r"'extra/config' is a Namespace")
+def saved_object(rank: int, n: int) -> None:
+    """No pickle is written, so that no file can run code when it is read."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = argparse.Namespace(width=4)
+        wh.save(f"{folder}/run", step=100, model=classifier(), extra={"config": config})
+
+
+@mistake(K, "A tag with a slash", wh.CheckpointError, r"tag is 'runs/best'")
+def tagged_path(rank: int, n: int) -> None:
+    """A tag is a name in its run_dir."""
+    with tempfile.TemporaryDirectory() as folder:
+        wh.save(f"{folder}/run", step=100, model=classifier(), tag="runs/best")
+
+
+@mistake(K, "A folder without a checkpoint", wh.CheckpointError, r"run has no checkpoint\. Nothing was changed\.")
+def loaded_nothing(rank: int, n: int) -> None:
+    """The wrong folder, or the first start of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        wh.load(f"{folder}/run", model=classifier())
+
+
+@mistake(K, "A step that is not there", wh.CheckpointError, r"run has no step 150; there are 100, 200\.")
+def loaded_other_step(rank: int, n: int) -> None:
+    """It was never saved, or keep_last= has removed it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for step in (100, 200):
+            wh.save(f"{folder}/run", step=step, model=classifier())
+        wh.load(f"{folder}/run", model=classifier(), step=150)
+
+
+@mistake(K, "A model of other sizes", wh.CheckpointError, r"1\.weight has shape \(8, 4\), the model \(10, 4\)")
+def loaded_other_size(rank: int, n: int) -> None:
+    """All that does not fit is told at once, before anything changes."""
+    with tempfile.TemporaryDirectory() as folder:
+        wh.save(f"{folder}/run", step=100, model=classifier(8))
+        wh.load(f"{folder}/run", model=classifier(10))
+
+
+@mistake(K, "A model of other names", wh.CheckpointError, r"missing .*'heads\.weight' \(close: 'head\.weight'\)")
+def loaded_other_names(rank: int, n: int) -> None:
+    """A layer was renamed since."""
+    with tempfile.TemporaryDirectory() as folder:
+        wh.save(f"{folder}/run", step=100, model=nn.ModuleDict({"head": nn.Linear(4, 4)}))
+        wh.load(f"{folder}/run", model=nn.ModuleDict({"heads": nn.Linear(4, 4)}))
+
+
+@mistake(K, "A model of another dtype", wh.CheckpointError, r"weight is float32, the model's bfloat16")
+def loaded_other_dtype(rank: int, n: int) -> None:
+    """A dtype changes on request alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        wh.save(f"{folder}/run", step=100, model=nn.Linear(4, 4))
+        wh.load(f"{folder}/run", model=nn.Linear(4, 4, dtype=torch.bfloat16))
+
+
+@mistake(K, "Another optimizer", wh.CheckpointError, r"the checkpoint's optimizer has options \['dampening', ")
+def loaded_other_optimizer(rank: int, n: int) -> None:
+    """Its state means nothing to this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = nn.Linear(4, 4)
+        sgd, adam = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(model.parameters())
+        model(torch.ones(2, 4)).sum().backward()
+        sgd.step()
+        wh.save(f"{folder}/run", step=100, model=model, optimizer=sgd)
+        wh.load(f"{folder}/run", model=model, optimizer=adam)
+
+
+@mistake(K, "An optimizer without its model", wh.CheckpointError, r"an optimizer without its model")
+def loaded_optimizer_alone(rank: int, n: int) -> None:
+    """Its state is kept by the names of the parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = nn.Linear(4, 4)
+        wh.save(f"{folder}/run", step=100, optimizer=torch.optim.Adam(model.parameters()))
+
+
+@mistake(K, "A damaged file", wh.CheckpointError, r"rank-00000\.safetensors is damaged: chunk 0 of 'model/bias'")
+def loaded_damaged(rank: int, n: int) -> None:
+    """One flipped bit is enough; nothing is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = wh.save(f"{folder}/run", step=100, model=nn.Linear(4, 4), rng=False) / "rank-00000.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+        wh.load(f"{folder}/run", model=nn.Linear(4, 4))
+
+
+@mistake(K, "A missing file", wh.CheckpointError, r"rank-00000\.safetensors is missing\.")
+def loaded_without_file(rank: int, n: int) -> None:
+    """As of a copy that did not come to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = wh.save(f"{folder}/run", step=100, model=nn.Linear(4, 4))
+        (path / "rank-00000.safetensors").unlink()
+        wh.load(path, model=nn.Linear(4, 4))
 
 
 # ---- layers of experts ----
