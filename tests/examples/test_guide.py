@@ -22,8 +22,9 @@ from whale_torch.strategies.runtime import is_parallelized
 PAGE = Path(__file__).parents[2] / "docs" / "guide.md"
 BAR = 2e-5
 PORT, PLAN, PIPELINES = "Port a DistributedDataParallel script", "Plan on a laptop", "Pipelines"
+CHECKPOINTS = "Checkpoints"
 # Ranks of each script of a section, in order; 2 where nothing is said.
-RANKS = {PLAN: (1, 4), PIPELINES: (4, 2, 2, 1, 1, 1)}
+RANKS = {PLAN: (1, 4), CHECKPOINTS: (2, 1), PIPELINES: (4, 2, 2, 1, 1, 1)}
 # Sections whose scripts feed the same global batches to any number of ranks, and end in the same weights.
 EXACT = ["Read data", "Losses", "Accumulate and clip gradients", PIPELINES]
 _kept: list[dict[str, Any]] = []  # DistributedDataParallel freed after its process group waits for ever

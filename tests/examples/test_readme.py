@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -26,8 +27,9 @@ def _blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def _run_block(rank: int, n: int, code: str) -> tuple[float, str]:
+def _run_block(rank: int, n: int, code: str, folder: str) -> tuple[float, str]:
     """(the loss, NaN where there is none; what is printed)"""
+    os.chdir(folder)
     names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, "README.md", "exec"), names)
@@ -35,11 +37,12 @@ def _run_block(rank: int, n: int, code: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_python_runs(n: int) -> None:
-    classifier, experts = _blocks("README.md", "python")
-    for loss, _ in world(n, _run_block, classifier):
+def test_python_runs(n: int, tmp_path: Path) -> None:
+    classifier, experts, checkpoint = _blocks("README.md", "python")
+    for loss, _ in world(n, _run_block, classifier, str(tmp_path)):
         assert 10 < loss < 13  # log(100_000) = 11.5
-    for _, printed in world(n, _run_block, experts):
+    assert [printed for _, printed in world(n, _run_block, checkpoint, str(tmp_path))] == ["100\n"] * n
+    for _, printed in world(n, _run_block, experts, str(tmp_path)):
         routes = json.loads(printed)
         assert len(routes) == 8 and sum(routes) == n * 4 * 12 * 2
 
