@@ -43,6 +43,20 @@ def test_relu_keeps_nan() -> None:
     assert out[0, :2].tolist() == [0, 2] and out[0, 2].isnan()
 
 
+def test_autograd_refuses_what_it_saved_before() -> None:
+    h = torch.randn(3, 4)
+    for write in (
+        lambda saved: ops.moe_activate(h, "gelu", saved),
+        lambda saved: ops.moe_activate_backward(saved, h, "gelu"),
+        lambda saved: ops.moe_activate_backward(h.clone(), h, "gelu", u=h, du=saved),
+        lambda saved: ops.moe_activate_backward(h.clone(), h, "gelu", dbias=saved[0]),
+    ):
+        y = torch.randn(3, 4, requires_grad=True).exp()
+        write(y.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 def test_result_does_not_depend_on_threads() -> None:
     threads, found = torch.get_num_threads(), []
     h, above = torch.randn(3001, 321), torch.randn(3001, 321)

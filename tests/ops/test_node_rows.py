@@ -44,6 +44,19 @@ def test_rows_are_cast() -> None:
     assert torch.equal(place, x[[1, 0, 1]].bfloat16())
 
 
+def test_autograd_refuses_what_it_saved_before() -> None:
+    positions = torch.tensor([[1], [0]], dtype=torch.int32)
+    x, weights = torch.randn(2, 5), torch.rand(2, 1)
+    for write in (
+        lambda saved: ops.moe_scatter(x, positions, saved),
+        lambda saved: ops.moe_scatter_backward(x, x, positions, weights, saved),
+    ):
+        y = torch.randn(2, 5, requires_grad=True).exp()
+        write(y.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 def test_wrong_arguments_are_named() -> None:
     positions = torch.tensor([[0, 3]], dtype=torch.int32)
     with pytest.raises(LayoutError, match="a position is 3, and there are 3 rows"):

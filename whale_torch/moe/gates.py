@@ -103,7 +103,7 @@ class TopK(LinearGate):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopK:
         """Keeps the bias in float32 at least: in half precision it stands still where its steps are rounded away."""
         before = self.bias
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before is not None and self.bias is not None and torch.finfo(self.bias.dtype).bits < 32:
             self.bias = self.bias.to(before.dtype) if before.is_meta else before.to(self.bias.device)
         return self

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from whale_torch.errors import LayoutError
 from whale_torch.ops.activation_reference import FORWARD, FUNCTIONS, check_activation
-from whale_torch.ops.library import op, run
+from whale_torch.ops.library import op, run, written
 
 __all__ = ["FUNCTIONS", "activated", "moe_activate", "moe_activate_backward"]
 
@@ -27,6 +27,7 @@ def moe_activate(h: Tensor, function: str, out: Tensor, *, u: Tensor | None = No
     Raises: LayoutError if they disagree. Not differentiable.
     """
     run(_ACTIVATE, lambda: check_activation({"h": h, "u": u, "out": out}), h, u, _number(function), out)
+    written(out)
 
 
 def moe_activate_backward(
@@ -49,6 +50,7 @@ def moe_activate_backward(
         lambda: check_activation({"grad": grad, "h": h, "u": u, "du": du}, {"dbias": dbias, "du_bias": du_bias}),
         grad, h, u, _number(function), du, dbias, du_bias,
     )  # fmt: skip
+    written([of for of in (grad, du, dbias, du_bias) if of is not None])
 
 
 def activated(x: Tensor, function: str) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from whale_torch.errors import LayoutError
 from whale_torch.ops import buffers
-from whale_torch.ops.library import op, run
+from whale_torch.ops.library import op, run, written
 from whale_torch.ops.precision import arithmetic_dtype
 
 __all__ = ["moe_collect", "moe_scatter", "moe_scatter_backward"]
@@ -36,6 +36,7 @@ def moe_scatter(x: Tensor, positions: Tensor, out: Tensor) -> None:
     Raises: LayoutError if shapes or dtypes disagree, or for a position out of range. Not differentiable.
     """
     run(_SCATTER, lambda: _check(x, positions, out), x, positions, out)
+    written(out)
 
 
 def moe_collect(y: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,4 +60,5 @@ def moe_scatter_backward(dy: Tensor, rows: Tensor, positions: Tensor, weights: T
     """
     wide = weights.to(arithmetic_dtype(rows.dtype, dy.dtype))
     dweights: Tensor = run(_SCATTER_BACKWARD, lambda: _check(dy, positions, out), dy, rows, positions, wide, out)
+    written(out)
     return dweights.to(weights.dtype)
