@@ -117,6 +117,16 @@ def test_rows_that_dev_shm_has_no_room_for_go_by_sockets(how: str, per_node: int
     assert "leader" in routes or "shared" in routes  # for what is small
 
 
+def test_a_file_that_cannot_be_filled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(node_memory, "os", SimpleNamespace(**{**vars(os), "pwrite": full}))
+    before = os.listdir("/proc/self/fd")
+    assert node_memory._make_file(1 << 16, (1, 2)) == (node_memory.Refusal.TOO_SMALL, -1)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def _apart(rank: int, n: int, apart: bool) -> tuple[str | None, list[str]]:
     if rank == 0 and apart:  # what the others find under the number that it tells is another file
         node_memory.os = SimpleNamespace(**{**vars(os), "getpid": lambda: os.getppid()})

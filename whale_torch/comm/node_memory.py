@@ -208,8 +208,12 @@ def _make_file(size: int, token: tuple[int, int]) -> tuple[Refusal, int]:
         if space.f_blocks and space.f_bavail * space.f_frsize < size * _SHARE_OF_FREE:
             return Refusal.TOO_SMALL, -1
         fd = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        return _because(error), -1
+    try:
         os.pwrite(fd, _TOKEN.pack(*token), size)
     except OSError as error:
+        os.close(fd)
         return _because(error), -1
     return Refusal.NONE, fd
 
