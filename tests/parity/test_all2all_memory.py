@@ -122,9 +122,9 @@ def test_a_file_that_cannot_be_filled_is_closed(monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(node_memory, "os", SimpleNamespace(**{**vars(os), "pwrite": full}))
-    before = os.listdir("/proc/self/fd")
+    before = len(list(Path("/proc/self/fd").iterdir()))
     assert node_memory._make_file(1 << 16, (1, 2)) == (node_memory.Refusal.TOO_SMALL, -1)
-    assert os.listdir("/proc/self/fd") == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def _apart(rank: int, n: int, apart: bool) -> tuple[str | None, list[str]]:
