@@ -231,4 +231,5 @@ def test_a_layer_put_off_runs_when_its_output_is_asked_for() -> None:
 def test_a_layer_put_off_under_autocast_is_of_its_dtype() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         deferred = Deferred(torch.randn(10, 4), torch.randn(3, 4), None)
-    assert deferred.make().dtype is torch.bfloat16
+        wide = Deferred(torch.randn(10, 4).double(), torch.randn(3, 4).double(), None)
+    assert deferred.make().dtype is torch.bfloat16 and wide.make().dtype is torch.float64

@@ -264,6 +264,13 @@ def test_scores_that_are_all_zero_leave_a_finite_gradient() -> None:
 # ---- the module
 
 
+def test_autocast_leaves_float64_as_torch_does() -> None:
+    layer, x = moe.MoELayer(8, 3, 2).double(), torch.randn(4, 8, dtype=torch.float64)
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(layer(x), expected)
+
+
 def test_autocast_runs_experts_in_half_precision_and_the_gate_in_float32() -> None:
     layer = moe.MoELayer(16, 4, 2)
     x = torch.randn(10, 16)

@@ -22,7 +22,7 @@ from whale_torch.comm.bridge import ColumnsToRows
 from whale_torch.comm.call import Call, deliver
 from whale_torch.comm.region import Region
 from whale_torch.errors import LayoutError
-from whale_torch.ops.precision import autocast_dtype
+from whale_torch.ops.precision import cast_of
 
 __all__ = [
     "Columns",
@@ -123,7 +123,7 @@ class Deferred:
     __slots__ = ("_out", "inputs")
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None):
-        dtype = autocast_dtype(x.device)
+        dtype = cast_of(x)
         if dtype is not None:  # what F.linear would do here, wherever it runs later
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         self.inputs = (x, weight, bias)

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from whale_torch.errors import PlanError
 from whale_torch.moe.feed_forward import Block, Stacks, feed_forward
 from whale_torch.ops.activation import FUNCTIONS
+from whale_torch.ops.precision import cast_of
 
 __all__ = ["Experts", "FeedForward", "Stacked"]
 
@@ -131,9 +132,9 @@ class FeedForward(Experts):
     def cast(self, x: Tensor) -> tuple[Tensor, Stacks]:
         """x and the weights in the type that they are multiplied in."""
         stacks = Stacks(self.w1, self.b1, self.w2, self.b2, self.w3, self.b3)
-        if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        dtype = cast_of(x)
+        if dtype is None:
             return x, stacks
-        dtype = torch.get_autocast_dtype(x.device.type)
         return x.to(dtype), Stacks(*(None if t is None else t.to(dtype) for t in stacks))  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:

@@ -26,6 +26,7 @@ from whale_torch.moe.given import rows_of_tokens
 from whale_torch.moe.layer import MoELayer
 from whale_torch.moe.parallel import SplitMoELayer
 from whale_torch.moe.routing import Routing
+from whale_torch.ops.precision import cast_of
 from whale_torch.planning.rules import register_rule, replicated
 from whale_torch.planning.rules.experts import plan_routed_experts
 from whale_torch.strategies.copies import Replacement
@@ -130,8 +131,7 @@ class RoutedExperts(Replacement, MoELayer):
         """x and the weights in the type that they are multiplied in; gate and up are views of their one stack."""
         of: Any = self
         given: tuple[Any, ...] = (x, *self._stacks())
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
+        if (dtype := cast_of(x)) is not None:
             given = tuple(None if t is None else t.to(dtype) for t in given)
         x, up, up_bias, down, down_bias = given
         if of.is_transposed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-__all__ = ["FLOATS", "arithmetic_dtype", "autocast_dtype", "statistics_dtype"]
+__all__ = ["FLOATS", "arithmetic_dtype", "autocast_dtype", "cast_of", "statistics_dtype"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -25,3 +26,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def cast_of(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of a tensor of floats now; None where it leaves it as it is, as float64."""
+    return None if x.dtype == torch.float64 else autocast_dtype(x.device)
