@@ -513,6 +513,17 @@ def test_experts_in_slices_are_whole_ones(slices: int, gated: bool) -> None:
     assert (gradient.view(5, slices, 8)[:, 1:] == 0).all()
 
 
+def test_a_bias_of_a_slice_that_adds_none_is_not_loaded_in_silence() -> None:
+    layer = moe.MoELayer(8, 2, 1, hidden=12, slices=3)
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.load_state_dict(state)
+    state["experts.b2"][4] = 1.0
+    with pytest.raises(RuntimeError, match=r"experts\.b2 is 0 but for the first of an expert's 3 slices"):
+        layer.load_state_dict(state)
+    whole = moe.MoELayer(8, 2, 1, hidden=12)
+    whole.load_state_dict(whole.state_dict())
+
+
 def test_slices_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PlanError, match="5 slices do not divide a hidden width of 12"):
         moe.MoELayer(8, 4, hidden=12, slices=5)

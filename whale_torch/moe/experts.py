@@ -137,6 +137,17 @@ class FeedForward(Experts):
             return x, stacks
         return x.to(dtype), Stacks(*(None if t is None else t.to(dtype) for t in stacks))  # type: ignore[arg-type]
 
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Says where values of b2 would count for nothing."""
+        super()._load_from_state_dict(state, prefix, *others)
+        given: Any = state.get(f"{prefix}b2")
+        if self.b2 is None or type(given) not in (Tensor, nn.Parameter) or given.is_meta:
+            return
+        if given.shape == self.b2.shape and bool(given[[not biased for biased in self.biased]].any()):
+            others[-1].append(
+                f"{prefix}b2 is 0 but for the first of an expert's {self.slices} slices: put the sum of them there."
+            )
+
     def extra_repr(self) -> str:
         gated = ", gated" if self.gated else ""
         return f"{self.num_experts} x ({self.dim}, {self.hidden}), {self.activation}{gated}"
