@@ -420,11 +420,40 @@ def test_experts_of_deepspeed(ranks: int, wide: int, tmp_path: Path) -> None:
         assert float(source.tensors[f"optimizer/{name}/step"].read()) == 3
     groups = source.values["optimizer/groups"]
     assert sorted(groups[1]["params"]) == sorted(name for name in weights if name.startswith(AT))
-    for path in tmp_path.glob("global_step3/bf16*"):
+    model = tmp_path / "global_step3/mp_rank_00_model_states.pt"
+    saved = torch.load(model)
+    saved["module"]["copy"] = saved["module"]["body.weight"].clone()
+    torch.save(saved, model)
+    assert open_source(tmp_path).ties == {"model/copy": "model/body.weight"}
+
+
+@pytest.mark.parametrize("wide", [1, 2])
+def test_experts_of_deepspeed_without_zero(wide: int, tmp_path: Path) -> None:
+    weights, moments = write_experts(tmp_path, 2, 2)
+    folder = tmp_path / "global_step3"
+    for path in [*folder.glob("bf16*"), *folder.glob("expp*")]:
         path.unlink()
-    found = open_source(tmp_path)
-    assert torch.equal(found.tensors[f"model/{AT}3.b"].read(), weights[f"{AT}3.b"].bfloat16())
-    assert "save with ZeRO 1 or 2" in found.left_out[0]
+    dense = [name for name in weights if not name.startswith(AT)]
+    for rank in range(wide):
+        mine = [f"{AT}{e}.{n}" for e in range(rank * 4 // wide, (rank + 1) * 4 // wide) for n in ("a", "b")]
+        state = {i: {"exp_avg": moments[n], "step": torch.tensor(3.0)} for i, n in enumerate(dense + mine)}
+        numbers = list(range(len(state)))
+        groups = [
+            {"lr": 0.1, "params": numbers[: len(dense)]},
+            {"lr": 0.1, "moe": True, "params": numbers[len(dense) :]},
+        ]
+        saved = {"optimizer": {"state": state, "param_groups": groups}}
+        torch.save(saved, folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+    source = open_source(tmp_path)
+    for name, value in moments.items():
+        assert torch.equal(source.tensors[f"optimizer/{name}/exp_avg"].read(), value), name
+        assert float(source.tensors[f"optimizer/{name}/step"].read()) == 3
+    told = source.values["optimizer/groups"]
+    assert sorted(name for group in told for name in group["params"]) == sorted(weights)
+    assert torch.equal(source.tensors[f"model/{AT}3.b"].read(), weights[f"{AT}3.b"].bfloat16())
+    saved["optimizer"] = {"optimizer_state_dict": saved["optimizer"]}
+    torch.save(saved, folder / f"expp_rank_{wide - 1}_mp_rank_00_optim_states.pt")
+    assert "save with ZeRO 1 or 2" in open_source(tmp_path).left_out[0]
 
 
 def test_a_universal_checkpoint_of_deepspeed(tmp_path: Path) -> None:

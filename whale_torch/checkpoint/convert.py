@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.contents import BY_RANK
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.formats.dcp import write_dcp
+from whale_torch.checkpoint.formats.dcp_writer import write_dcp
 from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.formats.safetensors import SAFETENSORS, write_safetensors
 from whale_torch.checkpoint.formats.source import Composed, Part, Source

@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, cast
@@ -18,20 +17,20 @@ from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.formats.source import Composed, Entry, InFiles, InMemory, Part, Range, Source, chunks_of
+from whale_torch.checkpoint.formats.source import Composed, Entry, InFiles, InMemory, Part, Range, Source
 from whale_torch.checkpoint.formats.torch_files import load_torch
-from whale_torch.checkpoint.formats.trees import optimizer_tree, optimizers_in, plain, tensors_of_values
 from whale_torch.checkpoint.formats.unpickling import read_pickle, restricted
 from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError, first_line
 
-__all__ = ["is_dcp", "read_dcp", "write_dcp"]
+__all__ = ["OURS", "is_dcp", "read_dcp"]
 
 _METADATA = ".metadata"
-_OURS = "whale_torch"  # what DCP has no place for: further values, and which names are one tensor
+OURS = "whale_torch"
+"""What DCP has no place for: further values, and which names are one tensor."""
+
 _MODEL_KEYS = ("model", "state_dict", "app.model")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizers")
-_CHUNK_BYTES = 64 << 20  # of a tensor, in one record of a file
 _CLASSES = restricted("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", "pathlib")
 
 
@@ -167,7 +166,7 @@ class _Reading:
                 source.tensors[key or f"extra/{fqn}"] = self._entry(fqn, item)
                 if key is None:
                     rest[fqn] = {"__kind__": "tensor", "key": f"extra/{fqn}"}
-            elif path == (_OURS, "values"):
+            elif path == (OURS, "values"):
                 ours = fqn
             elif key is not None:
                 source.values[key] = encode(self._value(fqn), key, {})
@@ -240,7 +239,7 @@ def _split(fqn: str) -> tuple[str, ...]:
 
 def _key(path: tuple[Any, ...], fqn: str, alone: bool) -> str | None:
     """Our key of what DCP has under a path; None for what is neither the model's nor the optimizer's."""
-    if path[0] == _OURS:
+    if path[0] == OURS:
         return str(path[1])
     if path[0] in _MODEL_KEYS and len(path) > 1:
         return "model/" + ".".join(map(str, path[1:]))
@@ -300,137 +299,3 @@ def _groups(told: Mapping[tuple[str, str], Any]) -> list[Any]:
 
 def _without(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in ("params", "param_names")}
-
-
-def write_dcp(files: Files, folder: Path, source: Source) -> None:
-    """Writes model, optimizer and the rest; of a tie both names, of one record."""
-    from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and seldom needed
-
-    ours = {"values": source.values, "ties": source.ties, "step": source.step}
-    found: dict[_Path, Any] = {(_OURS, "values"): json.dumps(ours)}
-    inside = tensors_of_values(source)
-    placed = {key for key in source.tensors if key.startswith("model/") and key not in inside}
-    found |= {_path(key): source.tensors[key] for key in placed}
-    for prefix in optimizers_in(source):
-        if prefix.startswith("optimizer/"):
-            of, keys = _optimizer(source, prefix)
-            found |= of
-            placed |= keys
-    found |= {(_OURS, key): one for key, one in source.tensors.items() if key not in placed}
-    for key, value in source.values.items():
-        if key.startswith("model/") and key not in source.tensors:
-            found[_path(key)] = plain(value, source.tensors)
-    entries = {path: one for path, one in found.items() if isinstance(one, Entry)}
-    values = {path: _in_memory(one) for path, one in found.items() if path not in entries}
-    ties = {_fqn(_path(key)): _fqn(_path(first)) for key, first in source.ties.items()}
-    planner = _planner(entries, values, {_fqn(_path(key)): _path(key) for key in source.ties})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that it saves in one process is meant
-        save({}, storage_writer=_writer(folder, ties), planner=planner, no_dist=True)
-
-
-_Path = tuple[str | int, ...]
-
-
-def _optimizer(source: Source, prefix: str) -> tuple[dict[_Path, Any], set[str]]:
-    """An optimizer as torch's get_state_dict nests it, and the keys of the tensors in it."""
-    name = prefix.removeprefix("optimizer/@").removesuffix("/")
-    outer = ("optimizer",) if prefix == "optimizer/" else ("optimizer", name)
-    state, groups = optimizer_tree(source, prefix)
-    found: dict[_Path, Any] = {}
-    for number, group in enumerate(groups):
-        found |= {(*outer, "param_groups", number, option): one for option, one in group.items()}
-    keys = set()
-    for parameter, of in state.items():
-        found |= {(*outer, "state", parameter, kind): one for kind, one in of.items()}
-        keys |= {f"{prefix}{parameter}/{kind}" for kind, one in of.items() if isinstance(one, Entry)}
-    return found, keys & source.tensors.keys()
-
-
-def _path(key: str) -> _Path:
-    """Where DCP has what we have under a key."""
-    return ("model", key.removeprefix("model/")) if key.startswith("model/") else (_OURS, key)
-
-
-def _fqn(path: _Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _in_memory(value: Any) -> Any:
-    """Plain data with the tensors that are in it."""
-    if isinstance(value, Entry):
-        return value.read()
-    if isinstance(value, Mapping):
-        return {key: _in_memory(one) for key, one in value.items()}
-    return type(value)(map(_in_memory, value)) if isinstance(value, list | tuple | set) else value
-
-
-def _planner(entries: Mapping[_Path, Entry], values: Mapping[_Path, Any], ties: Mapping[str, _Path]) -> Any:
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import (
-        BytesIOWriteData,
-        SavePlan,
-        TensorWriteData,
-        WriteItem,
-        WriteItemType,
-    )
-
-    class Planner(DefaultSavePlanner):
-        """Plans records of one chunk each, which are read when they are written."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: dict[str, io.BytesIO] = {}
-            self.boxes: dict[tuple[str, tuple[int, ...]], tuple[Entry, Box]] = {}
-
-        def create_local_plan(self) -> SavePlan:
-            items = []
-            for path, value in values.items():
-                buffer = io.BytesIO()
-                torch.save(value, buffer)
-                self.told[_fqn(path)] = buffer
-                data = BytesIOWriteData(buffer.getbuffer().nbytes)
-                items.append(WriteItem(MetadataIndex(_fqn(path)), WriteItemType.BYTE_IO, bytes_io_data=data))
-            for path, entry in entries.items():
-                most = max(1, _CHUNK_BYTES // entry.dtype.itemsize)
-                for box in chunks_of(Box.whole(entry.shape), most):
-                    index = MetadataIndex(_fqn(path), torch.Size(box.start))
-                    self.boxes[_fqn(path), tuple(box.start)] = (entry, box)
-                    chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
-                    properties = TensorProperties(dtype=entry.dtype)
-                    data_of = TensorWriteData(chunk, properties, torch.Size(entry.shape))
-                    items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data_of))
-            names = {_fqn(path): path for path in (*entries, *values)} | dict(ties)
-            self.plan = SavePlan(items, planner_data=names)
-            return self.plan
-
-        def resolve_data(self, write_item: WriteItem) -> Any:
-            if write_item.type == WriteItemType.BYTE_IO:
-                return self.told[write_item.index.fqn]
-            entry, box = self.boxes[write_item.index.fqn, tuple(write_item.index.offset or ())]
-            return entry.read(box)
-
-    return Planner()
-
-
-def _writer(folder: Path, ties: Mapping[str, str]) -> Any:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-    class Writer(FileSystemWriter):
-        """Notes a tie's further names as other names of the same records."""
-
-        def finish(self, metadata: Any, results: Any) -> None:
-            of_ties = []
-            for name, first in ties.items():
-                metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
-                of_ties += [
-                    replace(one, index=replace(one.index, fqn=name))
-                    for of_rank in results
-                    for one in of_rank
-                    if one.index.fqn == first
-                ]
-            super().finish(metadata, [*results, of_ties])
-
-    # a file for each record: of one file the writer would hold all tensors
-    return Writer(folder, single_file_per_rank=False, thread_count=1, overwrite=False)

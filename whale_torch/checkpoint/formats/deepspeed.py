@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed with ZeRO 1 or 2, where weights and moments lie flat over the ranks, and its universal ones."""
+"""Folders of DeepSpeed: with ZeRO 1 or 2 weights and moments lie flat over the ranks, in the order of parameters."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.formats.foreign import attributes, load_foreign
+from whale_torch.checkpoint.formats.foreign import as_dict, attributes, load_foreign
+from whale_torch.checkpoint.formats.numbered import LOCAL, add_numbered, add_numbers
 from whale_torch.checkpoint.formats.source import Composed, Entry, InMemory, Part, Reshaped, Source
+from whale_torch.checkpoint.formats.universal import read_universal
 from whale_torch.checkpoint.formats.unpickling import Record
 from whale_torch.checkpoint.values import encode
 from whale_torch.errors import CheckpointError
@@ -24,7 +26,6 @@ __all__ = ["is_deepspeed", "read_deepspeed"]
 _LATEST = ("latest", "latest_universal")
 _MODEL = "mp_rank_00_model_states.pt"
 _EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_00_model_states\.pt")
-_LOCAL = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _WEIGHTS, _SLICES = "single_partition_of_fp32_groups", "param_slice_mappings"
 _SLACK = 2  # elements a rank by which a flat group may be longer: DeepSpeed aligns partitions to that
@@ -55,11 +56,12 @@ def read_deepspeed(path: Path, files: Files) -> Source:
         raise CheckpointError(
             f"{folder} holds {', '.join(others[:3]) or 'no ' + _MODEL}, which is not read here.", fix=_WAY
         )
-    model = _dict(load_foreign(folder / _MODEL), folder / _MODEL)
+    model = as_dict(load_foreign(folder / _MODEL), folder / _MODEL)
     tensors = {name: one for name, one in attributes(model.get("module")).items() if isinstance(one, Tensor)}
+    dense = [name for name in tensors if name not in (model.get("buffer_names") or ())]
     for name in names:
         if _EXPERT.fullmatch(name):
-            tensors |= _dict(load_foreign(folder / name), folder / name)
+            tensors |= as_dict(load_foreign(folder / name), folder / name)
     partitions = _partitions(folder)
     source = Source(folder, {})
     source.step = model.get("global_steps") if isinstance(model.get("global_steps"), int) else None
@@ -74,20 +76,35 @@ def read_deepspeed(path: Path, files: Files) -> Source:
         raise CheckpointError(
             f"the partitions of {folder} cannot be read: {type(error).__name__}: {error}.", fix=_WAY
         ) from error
-    for name, value in tensors.items():
-        source.tensors.setdefault(f"model/{name}", InMemory(value))
-    for name, first in (model.get("shared_params") or {}).items():
-        source.tensors.pop(f"model/{name}", None)
-        source.ties[f"model/{name}"] = f"model/{first}"
-    if not partitions and (model.get("optimizer") is not None or any(folder.glob("expp_rank_*_optim_states.pt"))):
-        source.left_out.append("the optimizer of a run without ZeRO, which keeps no names: save with ZeRO 1 or 2")
+    _add_rest(source, tensors, model.get("shared_params") or {})
+    if not partitions:
+        try:
+            add_numbered(source, folder, model.get("optimizer"), [n for n in dense if f"model/{n}" in source.tensors])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the optimizer of {folder} cannot be read: {type(error).__name__}: {error}.", fix=_WAY
+            ) from error
     return source
 
 
-def _dict(value: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a dict.", fix="give another checkpoint")
-    return value
+def _add_rest(source: Source, tensors: dict[str, Tensor], shared: dict[str, str]) -> None:
+    """What no partition has: buffers, frozen weights, and further names, which a file may have as copies."""
+    trained = [name for name in tensors if f"model/{name}" in source.tensors]
+    of_memory: dict[Any, str] = {}
+    for name, value in tensors.items():
+        where = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape, value.stride())
+        same = of_memory.setdefault(where, name) if value.numel() else name
+        first = shared.get(name, same if same != name else None)
+        if first is None and name not in trained and value.dim() > 1:
+            first = next((one for one in trained if _is_same(value, tensors[one])), None)
+        if first is None:
+            source.tensors.setdefault(f"model/{name}", InMemory(value))
+        else:
+            source.ties[f"model/{name}"] = f"model/{first}"
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _step(path: Path) -> Path:
@@ -109,7 +126,7 @@ def _partitions(folder: Path) -> list[dict[str, Any]]:
     for one in folder.iterdir():
         match = _OPTIMIZER.fullmatch(one.name)
         if match is not None:
-            found[int(match[1])] = _dict(_dict(load_foreign(one), one).get("optimizer_state_dict"), one)
+            found[int(match[1])] = as_dict(as_dict(load_foreign(one), one).get("optimizer_state_dict"), one)
     for rank, state in found.items():
         stage = state.get("zero_stage", 1)
         stage = stage.arguments[0] if isinstance(stage, Record) and stage.arguments else stage
@@ -151,17 +168,6 @@ def _options(partitions: Sequence[dict[str, Any]], number: int) -> dict[str, Any
     }
 
 
-def _add_numbers(source: Source, names: Sequence[str], state: dict[str, Any], options: dict[str, Any]) -> None:
-    """What is one number for all parameters of a group; takes a step that is an option away."""
-    numbers = {kind: value for kind, value in state.items() if not isinstance(value, Tensor) or not value.dim()}
-    step = options.pop("step", None)  # of DeepSpeed's own Adam
-    if step is not None:
-        numbers.setdefault("step", step)
-    for kind, value in numbers.items():
-        alike = InMemory(torch.tensor(float(value)))
-        source.tensors |= {f"optimizer/{name}/{kind}": alike for name in names}
-
-
 def _add_partitions(
     source: Source, folder: Path, shapes: Sequence[dict[str, Any]], partitions: Sequence[dict[str, Any]]
 ) -> None:
@@ -176,7 +182,7 @@ def _add_partitions(
             if isinstance(value, Tensor) and value.dim():
                 _add_flat(source, folder, names, [one[kind] for one in states], f"optimizer/{{}}/{kind}")
         options = _options(partitions, number)
-        _add_numbers(source, list(names), states[0], options)
+        add_numbers(source, list(names), states[0], options)
         told.append({"params": list(names), "options": options})
     if told:
         source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
@@ -194,7 +200,7 @@ def _add_fragments(
         return
     local: dict[str, int] = {}
     for group in partitions[0][_SLICES]:
-        for match in filter(None, map(_LOCAL.fullmatch, group)):
+        for match in filter(None, map(LOCAL.fullmatch, group)):
             local[match[1]] = max(local.get(match[1], 0), int(match[2]) + 1)
     told = []
     for number, count in enumerate(_counts(partitions[0], len(partitions))):
@@ -216,7 +222,7 @@ def _add_fragments(
                         moment = _joined(values, slices, shapes[known], f"{kind} of '{known}' in {folder}")
                         source.tensors[f"optimizer/{known}/{kind}"] = moment
             if states:
-                _add_numbers(source, list(here.values()), states[0], dict(options))
+                add_numbers(source, list(here.values()), states[0], dict(options))
             names += here.values()
         options.pop("step", None)
         told.append({"params": names, "options": options})
@@ -224,7 +230,7 @@ def _add_fragments(
 
 
 def _global(name: str, rank: int, local: dict[str, int]) -> str:
-    match = _LOCAL.fullmatch(name)
+    match = LOCAL.fullmatch(name)
     return name if match is None else f"{match[1]}{rank * local[match[1]] + int(match[2])}{match[3]}"
 
 
@@ -240,58 +246,6 @@ def _joined(flat: Sequence[Tensor], slices: Sequence[Any], shape: Shape, what: s
     if at != math.prod(shape):
         raise CheckpointError(f"{what} has {at} elements, not {list(shape)}.", fix="give all ranks' files of one step")
     return Reshaped(Composed(flat[0].dtype, (at,), parts), shape)
-
-
-def read_universal(folder: Path) -> Source:
-    """What ds_to_universal.py makes: a folder for each parameter, with a file of its weights and of each moment."""
-    source = Source(folder, {})
-    names = sorted(one.name for one in (folder / "zero").iterdir() if (one / "fp32.pt").is_file())
-    for name in names:
-        for one in sorted((folder / "zero" / name).glob("*.pt")):
-            value = load_foreign(one)
-            value = value.get("param") if isinstance(value, dict) else value
-            if isinstance(value, int | float):
-                value = torch.tensor(float(value))
-            if not isinstance(value, Tensor):
-                raise CheckpointError(f"{one} holds no tensor.", fix="make the universal checkpoint again")
-            key = f"model/{name}" if one.stem == "fp32" else f"optimizer/{name}/{one.stem}"
-            source.tensors[key] = InMemory(value)
-    of_group: dict[int, list[str]] = {}
-    for one in sorted(folder.glob("mp_rank_*_model_states.pt")):
-        model = _dict(load_foreign(one), one)
-        source.step = model["global_steps"] if isinstance(model.get("global_steps"), int) else source.step
-        shapes = model.get("param_shapes") or []
-        for number, group in enumerate([shapes] if isinstance(shapes, dict) else shapes):
-            known = of_group.setdefault(number, [])
-            known += [name for name in group if name in names and name not in known]
-        buffers = attributes(model.get("module"))
-        for name in model.get("buffer_names") or ():
-            if isinstance(buffers.get(name), Tensor):
-                source.tensors.setdefault(f"model/{name}", InMemory(buffers[name]))
-        for name, first in (model.get("shared_params") or {}).items():
-            source.ties[f"model/{name}"] = f"model/{first}"
-    if not any(key.startswith("optimizer/") for key in source.tensors):
-        return source
-    kept = folder / "zero/optimizer_state.pt"
-    groups = _dict(load_foreign(kept), kept).get("param_groups") if kept.is_file() else None
-    if isinstance(groups, list) and len(groups) == 1 and not of_group:
-        of_group[0] = names
-    options = [
-        {
-            k: v
-            for k, v in attributes(group).items()
-            if k != "params" and isinstance(v, int | float | str | tuple | None)
-        }
-        for group in (groups or [{} for _ in of_group])
-    ]
-    for of in options:
-        step = of.pop("step", None)
-        if isinstance(step, int | float):
-            for name in names:
-                source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(float(step))))
-    told = [{"params": of_group.get(n, []), "options": of} for n, of in enumerate(options)]
-    source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
-    return source
 
 
 def _add_flat(

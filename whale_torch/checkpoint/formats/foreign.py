@@ -16,7 +16,7 @@ from whale_torch.checkpoint.formats.torch_files import load_torch
 from whale_torch.checkpoint.formats.unpickling import Record, restricted
 from whale_torch.errors import CheckpointError
 
-__all__ = ["attributes", "load_foreign"]
+__all__ = ["as_dict", "attributes", "load_foreign"]
 
 # Objects of these packages are kept as records: their classes are not imported, and none of their code runs.
 _INERT = (
@@ -79,3 +79,10 @@ def attributes(value: Any) -> dict[str, Any]:
     if isinstance(value, Record):
         return {key: one for key, one in value.__dict__.items() if key != "arguments"}
     return dict(value) if isinstance(value, dict) else {}
+
+
+def as_dict(value: Any, path: Path) -> dict[str, Any]:
+    """What a file holds, which is a dict. Raises CheckpointError where it is none."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a dict.", fix="give another checkpoint")
+    return value

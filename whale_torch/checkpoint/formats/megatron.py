@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.formats.foreign import attributes, load_foreign
+from whale_torch.checkpoint.formats.megatron_rules import RULES, Rule
 from whale_torch.checkpoint.formats.source import Composed, Entry, InMemory, Part, Source
 from whale_torch.checkpoint.formats.unpickling import Record
 from whale_torch.checkpoint.values import encode
@@ -27,58 +27,6 @@ _FILE = "model_optim_rng.pt"
 _DISTRIBUTED = "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 
-
-@dataclass(frozen=True)
-class Rule:
-    """How tensor ranks cut a tensor, and what it is called outside.
-
-    pattern: of Megatron's whole name; layers and experts have global numbers. names: one for each tensor that is fused
-    in it, in `fused` order. dim: along which ranks cut, None for a copy on each. fused: "qkv" for rows of query heads,
-    keys and values of one group after the other; "halves" for two blocks of rows on each rank. padded: whether its rows
-    are those of the vocabulary and some more.
-    """
-
-    pattern: str
-    names: tuple[str, ...]
-    dim: int | None = None
-    fused: str = ""
-    padded: bool = False
-
-
-_LAYER = r"decoder\.layers\.(\d+)\."
-_TO = r"model.layers.\1."
-_EXPERT = rf"{_LAYER}mlp\.experts\.local_experts\.(\d+)\."
-_TO_EXPERT = rf"{_TO}block_sparse_moe.experts.\2."
-RULES = (
-    Rule(r"embedding\.word_embeddings\.weight", ("model.embed_tokens.weight",), 0, padded=True),
-    Rule(r"output_layer\.weight", ("lm_head.weight",), 0, padded=True),
-    Rule(r"decoder\.final_layernorm\.(weight|bias)", (r"model.norm.\1",)),
-    Rule(
-        rf"{_LAYER}(?:input_layernorm\.|self_attention\.linear_qkv\.layer_norm_)(weight|bias)",
-        (rf"{_TO}input_layernorm.\2",),
-    ),
-    Rule(
-        rf"{_LAYER}(?:pre_mlp_layernorm\.|mlp\.linear_fc1\.layer_norm_)(weight|bias)",
-        (rf"{_TO}post_attention_layernorm.\2",),
-    ),
-    Rule(
-        rf"{_LAYER}self_attention\.linear_qkv\.(weight|bias)",
-        tuple(rf"{_TO}self_attn.{one}_proj.\2" for one in "qkv"), 0, "qkv",
-    ),
-    Rule(rf"{_LAYER}self_attention\.([qk])_layernorm\.(weight|bias)", (rf"{_TO}self_attn.\2_norm.\3",)),
-    Rule(rf"{_LAYER}self_attention\.linear_proj\.weight", (rf"{_TO}self_attn.o_proj.weight",), 1),
-    Rule(rf"{_LAYER}self_attention\.linear_proj\.bias", (rf"{_TO}self_attn.o_proj.bias",)),
-    Rule(
-        rf"{_LAYER}mlp\.linear_fc1\.(weight|bias)",
-        (rf"{_TO}mlp.gate_proj.\2", rf"{_TO}mlp.up_proj.\2"), 0, "halves",
-    ),
-    Rule(rf"{_LAYER}mlp\.linear_fc2\.weight", (rf"{_TO}mlp.down_proj.weight",), 1),
-    Rule(rf"{_LAYER}mlp\.linear_fc2\.bias", (rf"{_TO}mlp.down_proj.bias",)),
-    Rule(rf"{_LAYER}mlp\.router\.weight", (rf"{_TO}block_sparse_moe.gate.weight",)),
-    Rule(rf"{_EXPERT}linear_fc1\.weight", (rf"{_TO_EXPERT}w1.weight", rf"{_TO_EXPERT}w3.weight"), 0, "halves"),
-    Rule(rf"{_EXPERT}linear_fc2\.weight", (rf"{_TO_EXPERT}w2.weight",), 1),
-)  # fmt: skip
-"""Megatron core's GPT with gated feed-forwards, as Llama and Mixtral are called by Hugging Face."""
 
 _WAY = (
     "convert it first with Megatron's own tools/checkpoint/convert.py --saver core, or save it as Hugging Face has it"
