@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from whale_torch.checkpoint.convert import convert
 from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.load import load
+from whale_torch.checkpoint.plain import read_weights
 from whale_torch.errors import CheckpointError
 
 LAYERS, HIDDEN, HEADS, GROUPS, SIZE, WIDE, VOCABULARY, EXPERTS = 4, 16, 4, 2, 4, 24, 20, 4
@@ -184,6 +185,9 @@ def test_megatron_pads_vocabularies(tmp_path: Path) -> None:
             assert torch.equal(found[f"model/{name}"].read(), kinds["model"][name][:17])
     moment = found["optimizer/lm_head.weight/exp_avg"].read()
     assert torch.equal(moment, kinds["exp_avg"]["lm_head.weight"][:17])
+    small = nn.ModuleDict({"model": nn.ModuleDict({"embed_tokens": nn.Embedding(17, HIDDEN)})})
+    with pytest.raises(CheckpointError, match="--vocabulary ROWS"):
+        read_weights(tmp_path, small)
     with pytest.raises(CheckpointError, match="has 20 rows, and the vocabulary would have 21"):
         convert(tmp_path, tmp_path / "x", "torch", vocabulary=21)
 
@@ -425,6 +429,11 @@ def test_experts_of_deepspeed(ranks: int, wide: int, tmp_path: Path) -> None:
     saved["module"]["copy"] = saved["module"]["body.weight"].clone()
     torch.save(saved, model)
     assert open_source(tmp_path).ties == {"model/copy": "model/body.weight"}
+    first, second = (tmp_path / f"global_step3/layer_0_expert_{e}_mp_rank_00_model_states.pt" for e in (0, 1))
+    swapped = {k.replace(f"{AT}1.", f"{AT}0."): v for k, v in torch.load(second).items()}
+    torch.save(swapped, first)
+    with pytest.raises(CheckpointError, match=r"another '.*experts\.0\.a' than its file: ranks lie in another order"):
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize("wide", [1, 2])

@@ -64,7 +64,7 @@ def convert(
     step: int | None = None,
     vocabulary: int | None = None,
 ) -> Converted:
-    """Writes what `source` holds in another form, never with more than a chunk of a tensor in memory.
+    """Writes what `source` holds in another form, never with more than a chunk of a tensor in memory (of DCP a record).
 
     source: a run_dir or step of wh.save, files or folders of safetensors, Hugging Face, torch.save, DCP, Megatron-LM
     or DeepSpeed (ZeRO 1 and 2). to: "whale" (target is a run_dir), "safetensors" (a file, or a folder), "hf" (a folder

@@ -272,6 +272,8 @@ def _fix(given: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
                 f"--to safetensors --rename '{pattern}' '{to}'; of a state dict, other keys"
             )
     plain = "give a state dict as one process has it: the plain model's own, or wh.full_state_dict(model)"
+    if isinstance(given, _InSource) and given.source.padded:
+        plain += "; a vocabulary that is padded is cut by python -m whale_torch convert ... --vocabulary ROWS"
     if missing and not unexpected:
         plain += "; where several are to have the values of one, wh.load(run_dir, model=model, assign={pattern: name})"
     return plain

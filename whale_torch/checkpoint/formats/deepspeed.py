@@ -71,7 +71,7 @@ def read_deepspeed(path: Path, files: Files) -> Source:
         if partitions and groups:
             _add_partitions(source, folder, groups, partitions)
         elif partitions:
-            _add_fragments(source, folder, {name: tuple(one.shape) for name, one in tensors.items()}, partitions)
+            _add_fragments(source, folder, tensors, partitions)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CheckpointError(
             f"the partitions of {folder} cannot be read: {type(error).__name__}: {error}.", fix=_WAY
@@ -189,7 +189,7 @@ def _add_partitions(
 
 
 def _add_fragments(
-    source: Source, folder: Path, shapes: dict[str, Shape], partitions: Sequence[dict[str, Any]]
+    source: Source, folder: Path, tensors: dict[str, Tensor], partitions: Sequence[dict[str, Any]]
 ) -> None:
     """Of a model with experts, where each rank says which part of a parameter it has; experts lie on every n-th rank.
 
@@ -215,18 +215,34 @@ def _add_fragments(
             for name, known in here.items():
                 slices = [one[_SLICES][number].get(name) for one in ranks]
                 weights = [one[_WEIGHTS][number] for one in ranks]
-                source.tensors[f"model/{known}"] = _joined(weights, slices, shapes[known], f"'{known}' in {folder}")
+                shape = tuple(tensors[known].shape)
+                source.tensors[f"model/{known}"] = _joined(weights, slices, shape, f"'{known}' in {folder}")
                 for kind in states[0] if states else ():
                     values = [one[kind] for one in states]
                     if isinstance(values[0], Tensor) and values[0].dim():
-                        moment = _joined(values, slices, shapes[known], f"{kind} of '{known}' in {folder}")
+                        moment = _joined(values, slices, shape, f"{kind} of '{known}' in {folder}")
                         source.tensors[f"optimizer/{known}/{kind}"] = moment
             if states:
                 add_numbers(source, list(here.values()), states[0], dict(options))
+            _check_order(source, tensors, list(here.values()), folder)
             names += here.values()
         options.pop("step", None)
         told.append({"params": names, "options": options})
     source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
+
+
+def _check_order(source: Source, tensors: dict[str, Tensor], names: Sequence[str], folder: Path) -> None:
+    """Raises CheckpointError where an expert is not what its own file has: ranks then share experts out otherwise."""
+    expert = next((name for name in names if LOCAL.fullmatch(name)), None)
+    if expert is None:
+        return
+    found = source.tensors[f"model/{expert}"].read().to(tensors[expert].dtype)
+    if not torch.equal(found, tensors[expert].detach()):
+        raise CheckpointError(
+            f"the partitions of {folder} have another '{expert}' than its file: ranks lie in another order "
+            "(use_data_before_expert_parallelism).",
+            fix="save with experts before data, or convert the weights alone: without *_optim_states.pt",
+        )
 
 
 def _global(name: str, rank: int, local: dict[str, int]) -> str:
