@@ -20,7 +20,7 @@ from whale_torch.checkpoint.formats.trees import optimizer_tree, optimizers_in, 
 
 __all__ = ["write_dcp"]
 
-_CHUNK_BYTES = 64 << 20  # of a tensor, in one record of a file
+_CHUNK_BYTES = 32 << 20  # of a tensor, in one record of a file
 
 
 def write_dcp(files: Files, folder: Path, source: Source) -> None:

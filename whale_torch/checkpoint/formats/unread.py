@@ -101,7 +101,7 @@ class Unread(Tensor):
                 return shape[args[1]] if len(args) > 1 else shape
             if func is Tensor.narrow:
                 return first._narrow(*args[1:], **kwargs)
-            if func is Tensor.split and isinstance(args[1], int) and len(args) == 2 and not kwargs:
+            if func is Tensor.split and isinstance(args[1], int) and (*args[2:], *kwargs.values()) in ((), (0,)):
                 rows, step = first._shape[0], args[1]
                 return tuple(first._narrow(0, at, min(step, rows - at)) for at in range(0, rows, step))
             if func is Tensor.__iter__:
@@ -155,6 +155,8 @@ _KNOWN: dict[Any, Callable[[Unread], Any]] = {field.__get__: answer for field, a
     Tensor.element_size: lambda one: one._entry.dtype.itemsize,
     Tensor.is_contiguous: lambda one: False,
     Tensor.detach: lambda one: one,
+    Tensor.resolve_conj: lambda one: one,
+    Tensor.resolve_neg: lambda one: one,
     Tensor.cpu: Unread.read,
     Tensor.__len__: lambda one: one._shape[0],
 }
