@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import whale_torch as wh
 from whale_torch.errors import CheckpointError
@@ -292,6 +293,7 @@ class Odd(nn.Module):
         self.image = nn.Parameter(torch.randn(2, 3, 4, 5, generator=draw).to(memory_format=torch.channels_last))
         self.strided = nn.Parameter(torch.randn(8, 8, generator=draw)[::2, 1::3])
         self.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64, generator=draw).conj())
+        self.single = nn.Parameter(torch.randn(6, generator=draw)[::2][:1])
         self.register_buffer("none", None)
         self.register_buffer("left_out", torch.randn(2, generator=draw), persistent=False)
 
@@ -591,3 +593,82 @@ def test_an_optimizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     torch.optim.lr_scheduler.StepLR(adam, 2)  # has an option of its own in the groups
     wh.save(tmp_path, step=1, model=model, optimizer=adam)
     wh.load(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+class Lookahead(torch.optim.SGD):
+    """Has weights of its own, beside the state of parameters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": torch.ones(3)}
+
+
+def _beside(optimizer: torch.optim.Optimizer, p: nn.Parameter, key: Any, value: Any) -> torch.optim.Optimizer:
+    optimizer.state[p][key] = value
+    return optimizer
+
+
+BESIDE: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
+    "an entry of state_dict": (lambda model: Lookahead(model.parameters()), "'slow'"),
+    "a state of no parameter": (
+        lambda model: _beside(torch.optim.SGD(model.parameters()), "all", "n", 1),  # type: ignore[arg-type]
+        "'all'",
+    ),
+    "a name with a slash": (
+        lambda model: _beside(torch.optim.SGD(model.parameters()), next(model.parameters()), "a/b", torch.ones(2)),
+        "'a/b'",
+    ),
+    "a number for a name": (
+        lambda model: _beside(torch.optim.SGD(model.parameters()), next(model.parameters()), 1, torch.ones(2)),
+        "holds 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_an_optimizers_state_that_would_be_lost_is_refused(name: str, tmp_path: Path) -> None:
+    build, text = BESIDE[name]
+    model = _net()
+    with pytest.raises(CheckpointError, match=text):
+        wh.save(tmp_path, step=0, model=model, optimizer=build(model))
+
+
+def test_what_is_loaded_in_inference_mode_is_trained(tmp_path: Path) -> None:
+    model = _net()
+    optimizer = torch.optim.Adam(model.parameters())
+    _step(model, optimizer, 0)
+    with torch.inference_mode():
+        wh.save(tmp_path, step=0, model=model, optimizer=optimizer)
+    other = _net(1)
+    again = torch.optim.Adam(other.parameters())
+    with torch.inference_mode():
+        wh.load(tmp_path, model=other, optimizer=again)
+    assert _step(model, optimizer, 1) == _step(other, again, 1)
+
+
+def test_a_default_device_is_for_others(tmp_path: Path) -> None:
+    model = _net()
+    optimizer = torch.optim.Adam(model.parameters())
+    _step(model, optimizer, 0)
+    with torch.device("meta"):
+        wh.save(tmp_path, step=0, model=model, optimizer=optimizer, extra={"x": torch.ones(2, device="cpu")})
+    other = _net(1)
+    again = torch.optim.Adam(other.parameters())
+    with torch.device("meta"):
+        assert wh.load(tmp_path, model=other, optimizer=again).extra["x"].tolist() == [1, 1]
+    assert _step(model, optimizer, 1) == _step(other, again, 1)
+
+
+def test_what_is_made_of_other_tensors_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("pair", TwoTensor(torch.ones(2), torch.ones(2)))
+    with pytest.raises(CheckpointError, match="'model/pair' is a TwoTensor, which is made of other tensors"):
+        wh.save(tmp_path, step=0, model=model)
+
+
+def test_an_expanded_tensor_is_told_before_anything_changes(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    wh.save(tmp_path, step=0, model=model)
+    other = nn.Linear(2, 2)
+    other.bias = nn.Parameter(torch.zeros(1).expand(2))
+    with pytest.raises(CheckpointError, match=r"elements of bias share memory.*Nothing was changed"):
+        wh.load(tmp_path, model=other)

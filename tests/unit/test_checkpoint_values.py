@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from whale_torch.checkpoint.payload import bytes_of
 from whale_torch.checkpoint.values import decode, encode
 from whale_torch.errors import CheckpointError
 
@@ -80,6 +81,13 @@ def test_tensors_keep_dtype_and_shape() -> None:
     assert found["b"]["c"].dtype is torch.bfloat16
 
 
+def test_views_come_back_as_what_they_say() -> None:
+    z = torch.tensor([1 + 2j, 3j])
+    given = [z.conj(), z.conj().imag, torch.arange(4.0)[::2][:1], torch.arange(4.0)[::2][:0]]
+    for one, other in zip(given, _there_and_back(given), strict=True):
+        assert torch.equal(one, other) and len(bytes_of(other)) == one.numel() * one.element_size()
+
+
 def test_tensors_whose_paths_would_be_one_stay_two() -> None:
     given = {"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}, 1: torch.tensor(3), "1": torch.tensor(4)}
     found = _there_and_back(given)
@@ -126,6 +134,9 @@ REFUSED: dict[str, Any] = {
     "a complex number": 1j,
     "an array of objects": np.array([object()]),
     "an array of strings": np.array(["a"]),
+    "an array of another byte order": np.arange(3, dtype=">f4"),
+    "a record": np.zeros(1, dtype=[("a", float)]).view(np.recarray),
+    "a number of more digits": np.longdouble(1),
     "a sparse tensor": torch.eye(2).to_sparse(),
     "a meta tensor": torch.empty(2, device="meta"),
     "a module": torch.nn.Linear(1, 1),

@@ -70,7 +70,7 @@ class Goal:
         for name in tensors_in(self._index.values[key]):
             stored = self._index.tensors.get(name)
             if stored is not None and name not in self._tensors:
-                self._tensors[name] = torch.empty(stored.shape, dtype=stored.torch_dtype)
+                self._tensors[name] = torch.empty(stored.shape, dtype=stored.torch_dtype, device="cpu")
                 self.fresh.append(Wanted(name, stored, held_of_place(name, self._tensors[name], None)))
 
     def value(self, key: str) -> Any:
@@ -152,6 +152,8 @@ class Goal:
             return f"{name} has shape {tuple(found.shape)}, the model {held.shape}"
         if dtype_name(held.dtype) != found.dtype and not (choice.dtype == "cast" and _can_cast(found, held.dtype)):
             return f"{name} is {found.dtype}, the model's {dtype_name(held.dtype)}"
+        if held.values is not None and _is_expanded(held.values):
+            return f"elements of {name} share memory in the model, which was expanded: clone() it"
         self.wanted.append(Wanted(held.key, found, held))
         return ""
 
@@ -252,6 +254,10 @@ def _loads_by_itself(module: nn.Module) -> bool:
 def _is_ours(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)
     return str(getattr(hook, "__module__", "")).startswith(("whale_torch.", "torch.nn."))
+
+
+def _is_expanded(values: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(values.shape, values.stride(), strict=True))
 
 
 def _can_cast(found: StoredTensor, dtype: torch.dtype) -> bool:

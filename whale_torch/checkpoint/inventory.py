@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from whale_torch.checkpoint.boxes import Box, boxes_of, in_local
 from whale_torch.checkpoint.index import Piece, dtype_name
+from whale_torch.checkpoint.values import not_dense
 from whale_torch.comm.absent import Placed
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace, place_of
@@ -21,6 +22,9 @@ from whale_torch.strategies.runtime import KEY, Runtime
 from whale_torch.strategies.state_hooks import pipeline_places
 
 __all__ = ["Held", "Inventory", "held_of_place", "name_of", "of_model", "of_optimizer", "parameter_names"]
+
+
+_OF_STATE_DICTS = ("state", "param_groups", "other stages")  # the last says that other ranks of a pipeline have state
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,8 @@ def held_of_place(key: str, value: Tensor, place: ParameterPlace | None, *, writ
     if place is not None and not place.held:
         shape = place.shard.shape if place.shard is not None else tuple(value.shape)
         return Held(key, value.dtype, shape, None, ())
-    if value.is_meta or value.layout is not torch.strided:
-        what = "on the meta device, without values" if value.is_meta else f"{value.layout}, not dense"
+    what = not_dense(value)
+    if what is not None:
         raise CheckpointError(f"'{key}' is {what}.", fix="give every tensor its values first, in dense memory")
     values = value.detach().as_subclass(Tensor)
     if place is None or place.shard is None or place.parts is None:
@@ -156,9 +160,10 @@ def parameter_names(*modules: tuple[str, nn.Module]) -> dict[int, str]:
 def of_optimizer(optimizer: Optimizer, names: Mapping[int, str], prefix: str = "optimizer/") -> Inventory:
     """Its state by the names of parameters, cut as they are, and its groups.
 
-    Raises CheckpointError for a parameter that the model does not have, and for a value of a cut parameter that is
-    neither one number nor of the parameter's shape.
+    Raises CheckpointError for a parameter that the model does not have, for a value of a cut parameter that is neither
+    one number nor of the parameter's shape, and for what it holds beside.
     """
+    _check_nothing_beside(optimizer)
     found = Inventory()
     groups = []
     for group in optimizer.param_groups:
@@ -172,6 +177,18 @@ def of_optimizer(optimizer: Optimizer, names: Mapping[int, str], prefix: str = "
         groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
     found.values[f"{prefix}groups"] = groups
     return found
+
+
+def _check_nothing_beside(optimizer: Optimizer) -> None:
+    """Raises CheckpointError for state that belongs to no parameter, which would be lost."""
+    beside = [repr(key) for key in optimizer.state if not isinstance(key, Tensor)]
+    beside += [repr(key) for key in optimizer.state_dict() if key not in _OF_STATE_DICTS]
+    if beside:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} holds {', '.join(sorted(beside))}, which belongs to no parameter.",
+            fix="keep it in options of its groups, or save it as a state: wh.save(..., name=what has state_dict and "
+            "load_state_dict)",
+        )
 
 
 def name_of(p: Tensor, names: Mapping[int, str], optimizer: Optimizer) -> str:
@@ -188,8 +205,13 @@ def _of_parameter(optimizer: Optimizer, p: Tensor, prefix: str) -> Iterator[tupl
     place = place_of(p)
     if place is not None and not place.held:
         return
-    for name, value in optimizer.state.get(p, {}).items():
+    state = optimizer.state.get(p, {})
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"'{prefix}' is a {type(state).__name__}.", fix="a dict of its values by names")
+    for name, value in state.items():
         key = f"{prefix}/{name}"
+        if not isinstance(name, str) or "/" in name or name == "groups":
+            raise CheckpointError(f"'{prefix}' holds {name!r}.", fix="names without '/', and another one than 'groups'")
         if not isinstance(value, Tensor):
             yield key, value, None
         elif value.shape == p.shape and value.dim():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from whale_torch.checkpoint.choice import Choice
@@ -80,6 +81,8 @@ def load(
     files = Files() if files is None else files
     ranks = Ranks(mesh_among(model, states))
     with contextlib.ExitStack() as at_end:
+        if torch.is_inference_mode_enabled():
+            at_end.enter_context(torch.inference_mode(False))  # an optimizer's state that is made here is trained
 
         def choose() -> str:
             check_progress(progress)

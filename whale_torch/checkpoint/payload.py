@@ -57,9 +57,9 @@ def checksum(data: memoryview) -> int:
 
 def bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    flat = values.detach().reshape(-1)
-    if not flat.numel():
+    if not values.numel():
         return memoryview(b"")
+    flat = values.detach().as_strided((values.numel(),), (1,))  # a dim of 1 may have any stride
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -145,7 +145,10 @@ def _header(items: Sequence[Item], name: str, identity: str) -> bytearray:
     offset = 0
     for item in items:
         if item.values.dtype not in CODES:
-            raise CheckpointError(f"'{item.key}' is {item.values.dtype}, which the format does not know.")
+            raise CheckpointError(
+                f"'{item.key}' is {item.values.dtype}, which the format does not know.",
+                fix=f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in CODES)}",
+            )
         where = ",".join(f"{a}:{a + n}" for a, n in zip(item.box.start, item.box.size, strict=True))
         entries[f"{item.key}[{where}]"] = {
             "dtype": CODES[item.values.dtype],

@@ -14,7 +14,7 @@ from torch import Tensor
 from whale_torch.comm.absent import Placed
 from whale_torch.errors import CheckpointError
 
-__all__ = ["KINDS", "decode", "encode", "tensors_in"]
+__all__ = ["KINDS", "decode", "encode", "not_dense", "tensors_in"]
 
 _KIND = "__kind__"
 _LISTS = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -61,13 +61,24 @@ def _tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, s
             f"'{path}' is one rank's part of '{value.place.name}'.",
             fix="give the module that holds it: wh.save(..., name=module)",
         )
-    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-        what = "on the meta device, without values" if value.is_meta else f"{value.layout}"
+    what = not_dense(value)
+    if what is not None:
         raise CheckpointError(f"'{path}' is {what}.", fix="a dense tensor with values")
     while path in tensors:  # {"a/b": x, "a": {"b": y}}
         path += "'"
-    tensors[path] = value.detach()
+    tensors[path] = value.detach().resolve_conj().resolve_neg()
     return {_KIND: "tensor", "key": path}
+
+
+def not_dense(value: Tensor) -> str | None:
+    """What keeps a tensor's own memory from being its values, None for nothing."""
+    if value.is_meta:
+        return "on the meta device, without values"
+    if value.is_quantized or value.is_nested:
+        return "quantized" if value.is_quantized else "nested"
+    if hasattr(value, "__tensor_flatten__"):
+        return f"a {type(value).__name__}, which is made of other tensors"
+    return None if value.layout is torch.strided else f"{value.layout}, not dense"
 
 
 def _nest(value: Any, path: str, tensors: dict[str, Tensor], around: set[int]) -> Any:
@@ -99,11 +110,14 @@ def _nest(value: Any, path: str, tensors: dict[str, Tensor], around: set[int]) -
 def _of_numpy(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if not hasattr(value, "dtype"):
         raise _refused(path, value)
-    if type(value).__name__ != "ndarray":  # a number
-        return _encode(value.item(), path, tensors, set())
+    if type(value).__name__ not in ("ndarray", "memmap"):
+        number = value if hasattr(value, "__array_finalize__") else value.item()
+        if type(number).__module__.partition(".")[0] == "numpy":  # a matrix, say, or more than a float holds
+            raise _refused(path, value)
+        return _encode(number, path, tensors, set())
     try:
         made = torch.from_numpy(value.copy())
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: of another byte order
         raise _refused(path, value) from None
     return {_KIND: "numpy", "value": _tensor(made, path, tensors)}
 
