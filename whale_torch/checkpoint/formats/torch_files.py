@@ -57,6 +57,8 @@ def load_torch(path: Path, *, load: Callable[..., Any] = torch.load) -> Any:
         ) from error
     except CheckpointError:
         raise
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there.", fix="give the path of a file or folder with weights") from error
     except Exception as error:  # a broken file may raise anything
         raise CheckpointError(
             f"{path} cannot be read as a file of torch.save: {type(error).__name__}: {first_line(error)}.",
