@@ -53,10 +53,13 @@ def part(value: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
     return value.chunk(ranks, dim)[rank].clone()
 
 
-def megatron_rank(model: dict[str, Tensor], at: tuple[int, int, int], of: tuple[int, int, int], experts: int) -> Any:
-    """The tensors of one (tensor, pipeline, expert) rank by Megatron core's names."""
+def megatron_rank(
+    model: dict[str, Tensor], at: tuple[int, int, int], of: tuple[int, int, int], experts: int, chunk: int, chunks: int
+) -> Any:
+    """The tensors of one (tensor, pipeline, expert) rank by Megatron core's names: a chunk of its stage's."""
     (rank, stage, expert), (ranks, stages, expert_ranks) = at, of
     found: dict[str, Any] = OrderedDict()
+    stage, stages = chunk * stages + stage, stages * chunks
     if stage == 0:
         found["embedding.word_embeddings.weight"] = part(model["model.embed_tokens.weight"], rank, ranks, 0)
     each = LAYERS // stages
@@ -108,9 +111,12 @@ def numbered(
 
 
 def write_megatron(
-    folder: Path, of: tuple[int, int, int], experts: int = 0, *, mixed: bool = True
+    folder: Path, of: tuple[int, int, int], experts: int = 0, *, mixed: bool = True, chunks: int = 1
 ) -> dict[str, dict[str, Tensor]]:
-    """Writes a checkpoint; gives weights and moments by Hugging Face's names. mixed: as with 16 bits, else float32."""
+    """Writes a checkpoint; gives weights and moments by Hugging Face's names.
+
+    mixed: as with 16 bits, else float32. chunks: of each stage, more than one in a virtual pipeline.
+    """
     kinds = {"model": llama(experts)}
     kinds["exp_avg"] = {name: torch.randn_like(value.float()) for name, value in kinds["model"].items()}
     (folder / "latest_checkpointed_iteration.txt").write_text("30")
@@ -123,7 +129,13 @@ def write_megatron(
         for stage in range(of[1]):
             for expert in range(of[2]):
                 at = (rank, stage, expert)
-                tensors = {kind: megatron_rank(model, at, of, experts) for kind, model in kinds.items()}
+                parts = [
+                    {k: megatron_rank(m, at, of, experts, c, chunks) for k, m in kinds.items()} for c in range(chunks)
+                ]
+                tensors = {
+                    kind: {f"{c}.{name}": value for c, one in enumerate(parts) for name, value in one[kind].items()}
+                    for kind in kinds
+                }
                 names = [name for name in tensors["model"] if not name.endswith("_extra_state")]
                 apart = [n for n in names if of[2] > 1 and ".experts." in n]
                 several = [[n for n in names if n not in apart]] + ([apart] if apart else [])
@@ -137,7 +149,8 @@ def write_megatron(
                 )
                 path = folder / "iter_0000030" / name
                 path.mkdir(parents=True)
-                data = {"args": arguments, "iteration": 30, "checkpoint_version": 3.0, "model": tensors["model"]}
+                data = {"args": arguments, "iteration": 30, "checkpoint_version": 3.0}
+                data |= {"model" if chunks == 1 else f"model{c}": one["model"] for c, one in enumerate(parts)}
                 scaled = [{"optimizer": one, "grad_scaler": {"scale": torch.ones(1)}} for one in optimizers]
                 alone = scaled[0] if mixed else optimizers[0]
                 data["optimizer"] = scaled if len(scaled) > 1 else alone
@@ -165,6 +178,14 @@ def test_megatron(of: tuple[int, int, int], experts: int, tmp_path: Path) -> Non
     convert(tmp_path, tmp_path / "net.safetensors", "safetensors")
     again = open_source(tmp_path / "net.safetensors").tensors
     assert all(torch.equal(again[f"model/{name}"].read(), value) for name, value in kinds["model"].items())
+
+
+def test_a_virtual_pipeline_of_megatron(tmp_path: Path) -> None:
+    kinds = write_megatron(tmp_path, (2, 2, 1), chunks=2)
+    found = open_source(tmp_path).tensors
+    for name, value in kinds["model"].items():
+        assert torch.equal(found[f"model/{name}"].read(), value), name
+        assert torch.equal(found[f"optimizer/{name}/exp_avg"].read(), kinds["exp_avg"][name])
 
 
 def test_megatron_in_float32(tmp_path: Path) -> None:

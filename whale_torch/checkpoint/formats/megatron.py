@@ -46,8 +46,8 @@ Tensors = dict[str, Tensor]
 def read_megatron(path: Path, files: Files, rules: Sequence[Rule] = RULES) -> Source:
     """Weights, and the optimizer's state where each rank saved its own.
 
-    Raises CheckpointError for tensors that no rule knows, and layouts that are not read: virtual pipelines, and the
-    format "torch_dist", which is DCP's.
+    Raises CheckpointError for tensors that no rule knows, for layouts that would be read wrongly, and for the format
+    "torch_dist".
     """
     folder = _iteration(path)
     found = sorted(folder.glob(f"mp_rank_*/{_FILE}"))
@@ -72,14 +72,16 @@ class _Reading:
         self._folder, self._rules = folder, [(re.compile(rule.pattern), rule) for rule in rules]
         self._data = {one: load_foreign(one) for one in paths}
         first = next(iter(self._data.values()))
+        if not isinstance(first, dict):
+            raise CheckpointError(f"{paths[0]} holds no dict.", fix="give a checkpoint of Megatron core's GPT")
         self._arguments = attributes(first.get("args"))
         self._first = first
         for one, data in self._data.items():
-            if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
-                virtual = isinstance(data, dict) and "model0" in data
+            if not all(isinstance(chunk, dict) for chunk in _chunks(data)):
+                raise CheckpointError(f"{one} has no 'model'.", fix="give a checkpoint of Megatron core's GPT")
+            if len(_chunks(data)) != len(_chunks(first)) or ("model0" in data) != ("model0" in first):
                 raise CheckpointError(
-                    f"{one} has no 'model'" + (": it is of a virtual pipeline." if virtual else "."),
-                    fix=_WAY if virtual else "give a checkpoint of Megatron core's GPT",
+                    f"{one} is of a virtual pipeline, and other files are of another.", fix="give files of one save"
                 )
             self._check(one, data)
 
@@ -87,7 +89,7 @@ class _Reading:
         """Raises CheckpointError for what would be read wrongly by the rules."""
         version, told = data.get("checkpoint_version", 3.0), self._arguments
         faults = {
-            "is older than Megatron core, with nested names": "language_model" in data["model"],
+            "is older than Megatron core, with nested names": any("language_model" in one for one in _chunks(data)),
             f"is of version {version}, which orders queries, keys and values otherwise": (
                 not isinstance(version, int | float) or version < 2
             ),
@@ -156,36 +158,40 @@ class _Reading:
     def _tensors(self) -> Iterator[tuple[str, str, int, Tensor]]:
         """Kind, global name, tensor rank and value of all tensors."""
         places = self._places()
-        layers: dict[int, int] = defaultdict(int)
-        local: dict[tuple[int, str], int] = defaultdict(int)
+        layers: dict[tuple[int, int], int] = defaultdict(int)  # of a chunk of a virtual pipeline, and a stage
+        local: dict[tuple[int, int, str], int] = defaultdict(int)
         plain: dict[Path, dict[str, Tensors]] = {}
         for path, stage, _, _ in places:
             plain[path] = self._kinds(path)
-            for name in plain[path]["model"]:
+            for qualified in plain[path]["model"]:
+                chunk, name = _chunk_of(qualified)
                 if (numbered := _NUMBERED.fullmatch(name)) is not None:
-                    layers[stage] = max(layers[stage], int(numbered[2]) + 1)
+                    layers[chunk, stage] = max(layers[chunk, stage], int(numbered[2]) + 1)
                 if (numbered := _LOCAL.fullmatch(name)) is not None:
-                    local[stage, numbered[1]] = max(local[stage, numbered[1]], int(numbered[2]) + 1)
-        before = {stage: sum(n for other, n in layers.items() if other < stage) for _, stage, _, _ in places}
+                    of = (chunk, stage, numbered[1])
+                    local[of] = max(local[of], int(numbered[2]) + 1)
+        before = {place: sum(n for other, n in layers.items() if other < place) for place in layers}
         for path, stage, rank, expert in places:
             for kind, tensors in plain[path].items():
-                for name, value in tensors.items():
-                    known = name
+                for qualified, value in tensors.items():
+                    chunk, known = _chunk_of(qualified)
                     if (found := _LOCAL.fullmatch(known)) is not None:
-                        known = f"{found[1]}{expert * local[stage, found[1]] + int(found[2])}{found[3]}"
+                        known = f"{found[1]}{expert * local[chunk, stage, found[1]] + int(found[2])}{found[3]}"
                     elif expert:
                         continue  # every expert rank has a copy
                     if (found := _NUMBERED.fullmatch(known)) is not None:
-                        known = f"{found[1]}{int(found[2]) + before[stage]}{found[3]}"
+                        known = f"{found[1]}{int(found[2]) + before[chunk, stage]}{found[3]}"
                     yield kind, known, rank, value
 
     def _kinds(self, path: Path) -> dict[str, Tensors]:
-        """The tensors that one rank saved, by local names: "model", and states of the optimizer."""
+        """The tensors that one rank saved, by local names behind their chunk: "model", and states of the optimizer."""
         model: Tensors = {}
-        for name, value in self._data[path]["model"].items():
-            if isinstance(value, Tensor) and not name.endswith("_extra_state"):
-                grouped = _GROUPED.fullmatch(name)
-                model[f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}.weight" if grouped else name] = value
+        for chunk, tensors in enumerate(_chunks(self._data[path])):
+            for name, value in tensors.items():
+                if isinstance(value, Tensor) and not name.endswith("_extra_state"):
+                    grouped = _GROUPED.fullmatch(name)
+                    known = f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}.weight" if grouped else name
+                    model[f"{chunk}|{known}"] = value
         return {"model": model} | self._moments(path, self._data[path].get("optimizer"), model)
 
     def _whole(self, name: str, parts: Sequence[Tensor]) -> Iterator[tuple[str, Entry]]:
@@ -307,12 +313,26 @@ class _Reading:
                     name = numbers[number]
                     if value.shape != model[name].shape:
                         raise CheckpointError(
-                            f"'{kind}' of parameter {number} in {path} has shape {list(value.shape)}, and '{name}' has "
-                            f"{list(model[name].shape)}.",
+                            f"'{kind}' of parameter {number} in {path} has shape {list(value.shape)}, and "
+                            f"'{_chunk_of(name)[1]}' has {list(model[name].shape)}.",
                             fix="convert the weights alone: remove 'optimizer' from the files",
                         )
                     found[kind][name] = value
         return dict(found)
+
+
+def _chunks(data: Any) -> list[Any]:
+    """The parts of the model in a file: of a virtual pipeline several."""
+    if not isinstance(data, dict) or "model0" not in data:
+        return [data.get("model") if isinstance(data, dict) else None]
+    return [
+        data[f"model{number}"] for number in range(sum(re.fullmatch(r"model\d+", str(key)) is not None for key in data))
+    ]
+
+
+def _chunk_of(qualified: str) -> tuple[int, str]:
+    chunk, _, name = qualified.partition("|")
+    return int(chunk), name
 
 
 def _optimizers(saved: Any) -> list[dict[str, Any]]:
