@@ -180,6 +180,16 @@ def test_megatron(of: tuple[int, int, int], experts: int, tmp_path: Path) -> Non
     assert all(torch.equal(again[f"model/{name}"].read(), value) for name, value in kinds["model"].items())
 
 
+def test_the_other_format_of_megatron_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    (folder := tmp_path / "iter_0000004").mkdir()
+    torch.save({}, folder / "common.pt")
+    (folder / ".metadata").write_bytes(b"")
+    for path in (tmp_path, folder):
+        with pytest.raises(CheckpointError, match=r"iter_0000004 has no mp_rank(.|\n)*--ckpt-convert-format torch"):
+            open_source(path)
+
+
 def test_a_virtual_pipeline_of_megatron(tmp_path: Path) -> None:
     kinds = write_megatron(tmp_path, (2, 2, 1), chunks=2)
     found = open_source(tmp_path).tensors

@@ -37,7 +37,9 @@ _LOCAL = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
 def is_megatron(path: Path) -> bool:
-    return (path / _LATEST).is_file() or any(path.glob(f"mp_rank_*/{_FILE}"))
+    """Its own format, or what it calls "torch_dist": DCP's, with layers stacked and names of its own."""
+    is_dist = (path / "common.pt").is_file() and (path / ".metadata").is_file()
+    return is_dist or (path / _LATEST).is_file() or any(path.glob(f"mp_rank_*/{_FILE}"))
 
 
 Tensors = dict[str, Tensor]
@@ -54,7 +56,7 @@ def read_megatron(path: Path, files: Files, rules: Sequence[Rule] = RULES) -> So
     if not found:
         raise CheckpointError(
             f"{folder} has no mp_rank_*/{_FILE}.",
-            fix='save with --ckpt-format torch, or convert from "torch_dist" as DCP',
+            fix="save with --ckpt-format torch, or let Megatron write it: --ckpt-convert-format torch",
         )
     reading = _Reading(folder, found, rules)
     return reading.source()

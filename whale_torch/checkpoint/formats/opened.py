@@ -98,6 +98,7 @@ def _has(name: str) -> Callable[[Path], bool]:
 
 _FOLDERS: list[tuple[Callable[[Path], bool], Callable[[Path, Files], Source]]] = [
     (lambda path: (path / INDEX).is_file() or any(path.glob(f"step-*/{INDEX}")), _own),
+    (is_megatron, read_megatron),
     (is_dcp, read_dcp),
     (_has(SAFETENSORS_INDEX), lambda path, files: _safetensors(path, [path / SAFETENSORS_INDEX], files)),
     (_has(SAFETENSORS), lambda path, files: _safetensors(path, [path / SAFETENSORS], files)),
@@ -105,7 +106,6 @@ _FOLDERS: list[tuple[Callable[[Path], bool], Callable[[Path, Files], Source]]] =
         lambda path: any(path.glob("*.safetensors")),
         lambda path, files: _safetensors(path, sorted(path.glob("*.safetensors")), files),
     ),
-    (is_megatron, read_megatron),
     (is_deepspeed, read_deepspeed),
     (is_torch_folder, lambda path, files: read_torch_folder(path)),
 ]
