@@ -672,3 +672,24 @@ def test_an_expanded_tensor_is_told_before_anything_changes(tmp_path: Path) -> N
     other.bias = nn.Parameter(torch.zeros(1).expand(2))
     with pytest.raises(CheckpointError, match=r"elements of bias share memory.*Nothing was changed"):
         wh.load(tmp_path, model=other)
+
+
+def test_compiled_models_have_their_own_names(tmp_path: Path) -> None:
+    model, average = _net(), _net(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    _step(model, optimizer, 0)
+    compiled: Any = torch.compile(model, backend="eager")
+    wh.save(tmp_path, step=0, model=compiled, optimizer=optimizer, average=torch.compile(average, backend="eager"))
+    other, again = _net(2), _net(3)
+    wh.load(tmp_path, model=other, optimizer=torch.optim.Adam(other.parameters()), average=again)
+    assert _equal(other, model) and _equal(again, average)
+    third: Any = torch.compile(_net(4), backend="eager")
+    wh.load(tmp_path, model=third)
+    assert _equal(third._orig_mod, model)
+
+
+def test_what_is_around_a_parallelized_model_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(wh.parallelize(_net()))
+    for call in (lambda: wh.save(tmp_path, step=0, model=model), lambda: wh.load(tmp_path, model=model)):
+        with pytest.raises(CheckpointError, match="Sequential is around a parallelized model"):
+            call()

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,6 +35,7 @@ __all__ = [
     "names_of",
     "parts_of",
     "settled",
+    "unwrapped",
 ]
 
 Optimizers = Optimizer | Mapping[str, Optimizer]
@@ -67,8 +68,30 @@ class Parts:
 
 def names_of(model: nn.Module | None, optimizer: Optimizers | None, states: Mapping[str, Any]) -> dict[str, Any]:
     """What is given to a save or a load, to be compared with what other ranks are given."""
-    optimizers = sorted(map(str, optimizer)) if isinstance(optimizer, Mapping) else optimizer is not None
-    return {"model": type(model).__name__, "optimizer": optimizers, "the states' names": sorted(states)}
+    several = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
+    kinds = ", ".join(sorted(f"{name} {type(one).__name__}".strip() for name, one in several.items()))
+    return {"model": type(model).__name__, "optimizer": kinds, "the states' names": sorted(states)}
+
+
+M = TypeVar("M")
+
+
+def unwrapped(model: M) -> M:
+    """What torch.compile was given, whose names are the model's own; any other model as it is.
+
+    Raises CheckpointError for a module around a parallelized model, whose ranks and names are that model's.
+    """
+    if not isinstance(model, nn.Module) or mesh_of(model) is not None:
+        return model
+    compiled = getattr(model, "_orig_mod", None)
+    if compiled is not None:
+        return unwrapped(compiled)  # type: ignore[no-any-return]
+    if any(mesh_of(module) is not None for module in model.modules()):
+        raise CheckpointError(
+            f"{type(model).__name__} is around a parallelized model, and no part of it.",
+            fix="give that model itself; parallelize the module around it to save all of it",
+        )
+    return model
 
 
 def mesh_among(model: nn.Module | None, states: Mapping[str, Any]) -> Mesh | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from whale_torch.checkpoint.choice import Choice
-from whale_torch.checkpoint.contents import Optimizers, mesh_among, names_of, parts_of
+from whale_torch.checkpoint.contents import Optimizers, mesh_among, names_of, parts_of, unwrapped
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import read_index
 from whale_torch.checkpoint.goal import Goal
@@ -79,6 +79,7 @@ def load(
     """
     finish()
     files = Files() if files is None else files
+    model, states = unwrapped(model), {name: unwrapped(state) for name, state in states.items()}
     ranks = Ranks(mesh_among(model, states))
     with contextlib.ExitStack() as at_end:
         if torch.is_inference_mode_enabled():

@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 from torch import Tensor, nn
 
 from whale_torch.checkpoint.boxes import Box
-from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, names_of, parts_of, settled
+from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, names_of, parts_of, settled, unwrapped
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import LATEST, folder_of, make_run_dir, tag_pointer, temporary, whole_step
 from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredFile, StoredTensor, dtype_name
@@ -109,6 +109,7 @@ def save(
     unless in the background.
     Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a rank fails to.
     """
+    model, states = unwrapped(model), {name: unwrapped(state) for name, state in states.items()}
     mesh = mesh_among(model, states)
     ranks = Ranks(mesh)
     asked = {"run_dir": os.fspath(run_dir), "step": step, "tag": tag, "keep_last": keep_last, "rng": rng, "wait": wait}
