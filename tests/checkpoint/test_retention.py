@@ -184,6 +184,21 @@ def test_a_checkpoint_that_goes_while_it_is_looked_for(operation: str, tmp_path:
     assert verify(tmp_path, files=_Vanishing("lock", tmp_path / "other")).damages == []
 
 
+class _Tidy(Files):
+    """Another job's save finds what is being removed, takes it for a dead job's, and removes it as well."""
+
+    def remove_folder(self, path: Path) -> None:
+        if ".tmp-" in path.name and path.name.startswith("step-00000001"):
+            super().remove_folder(path)
+        super().remove_folder(path)
+
+
+def test_two_jobs_may_remove_the_same(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step=step, model=nn.Linear(2, 2), keep_last=1, files=_Tidy())
+    assert steps(tmp_path) == [2] and left_over(tmp_path) == []
+
+
 def test_an_index_that_is_missing_is_told(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     for step in (1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import find, read_index
+from whale_torch.checkpoint.folders import read_index
 from whale_torch.checkpoint.index import StoredTensor
 from whale_torch.checkpoint.inventory import held_of_place
 from whale_torch.checkpoint.reader import Reader, Wanted
+from whale_torch.checkpoint.retention import reading
 
 __all__ = ["Difference", "difference"]
 
@@ -39,7 +41,12 @@ def difference(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> li
     Raises CheckpointError for what is no checkpoint or damaged.
     """
     files = Files()
-    folders = [find(Path(path), files) for path in (one, other)]
+    with contextlib.ExitStack() as held:
+        folders = [held.enter_context(reading(files, Path(path), step=None, tag=None)) for path in (one, other)]
+        return _difference(files, folders)
+
+
+def _difference(files: Files, folders: list[Path]) -> list[Difference]:
     indices = [read_index(folder, files) for folder in folders]
     readers = [Reader(files, folder, index) for folder, index in zip(folders, indices, strict=True)]
     first, second = (index.tensors for index in indices)

@@ -43,7 +43,8 @@ def prune(files: Files, final: Path, keep_last: int) -> None:
             files.sync_folder(run_dir)  # or a power cut might leave a checkpoint's name to what is half removed
     for away in gone:
         if away is not None:
-            files.remove_folder(away)
+            with contextlib.suppress(FileNotFoundError):  # the next save of another job removes it too
+                files.remove_folder(away)
 
 
 def _tagged(files: Files, run_dir: Path) -> set[str]:
