@@ -26,6 +26,7 @@ from whale_torch.errors import LayoutError
 from whale_torch.planning.rules.huggingface import ATTENTION, PACKED_ATTENTION
 from whale_torch.strategies.outputs import PARTS
 from whale_torch.strategies.split_rules import SplitModule, joined_class, register_class
+from whale_torch.trace.settings import LOCAL
 
 __all__ = ["SplitAttention"]
 
@@ -337,11 +338,17 @@ class SplitPackedAttention(SplitAttention):
         super()._prepare()
         attention: Any = self
         local = self._width * int(attention.head_dim)
-        self.__dict__["split_size"] = local
+        _make_local(self, "split_size", local)
         for key in ("c_attn", "q_attn"):
             member = getattr(self, key, None)
             if member is not None:
-                member.__dict__["nf"] = member.weight.shape[1]
+                _make_local(member, "nf", member.weight.shape[1])
+
+
+def _make_local(module: Any, name: str, value: int) -> None:
+    """A setting that is this rank's, and not the model's."""
+    module.__dict__[name] = value
+    module.__dict__.setdefault(LOCAL, set()).add(name)
 
 
 register_class(ATTENTION, "heads", functools.partial(joined_class, SplitAttention))

@@ -14,10 +14,12 @@ from whale_torch.errors import TraceError
 from whale_torch.trace.forms import frozen
 from whale_torch.trace.graph import OF_TORCH, leaves_in
 
-__all__ = ["Settings", "Watch", "follow", "hooks_of"]
+__all__ = ["LOCAL", "Settings", "Watch", "follow", "hooks_of"]
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _ABSENT = "absent"
+LOCAL = "_whale_local"
+"""Where a module has the names of those of its attributes that a split made a rank's."""
 
 Read = tuple[str, str]
 """A module's name and an attribute's."""
@@ -139,15 +141,16 @@ def _is_method(value: Any, module: nn.Module) -> bool:
 
 
 def follow(mine: nn.Module, theirs: nn.Module, memo: dict[int, Any]) -> None:
-    """Gives a module's copy the plain attributes that the module has now.
+    """Gives a module's copy the plain attributes that the module has now, but for those that a split made a rank's.
 
     memo: copies of what was met before, by id, as copy.deepcopy has it.
     """
     held, given = mine.__dict__, vars(theirs)
+    local = given.get(LOCAL, ())
     for key in [key for key in held if key not in given and _is_setting(key)]:
         del held[key]
     for key, value in given.items():
-        if _is_setting(key) and (key not in held or frozen(held[key]) != frozen(value)):
+        if _is_setting(key) and key not in local and (key not in held or frozen(held[key]) != frozen(value)):
             held[key] = _copied(value, memo)
 
 
