@@ -83,6 +83,8 @@ class Goal:
                 self._values[key] = decode(self._index.values[key], self._tensors)
             except CheckpointError as error:
                 raise CheckpointError(f"'{key}': {error.what}", fix=error.fix) from error
+        if not isinstance(self._values.get("extra", {}), dict):
+            raise CheckpointError("'extra' is no dict.", fix="load another checkpoint")
         if self._rng is not None:
             check_random_state(self._values[self._rng[0]])
 

@@ -181,8 +181,6 @@ def _check_own(key: str, value: Any) -> None:
     elif key == "feeds":
         pairs = isinstance(value, list) and all(_numbers(one, 2) and one[0] < one[1] for one in value)
         _need(pairs, "is no list of feeds")
-    elif key == "extra":
-        _need(isinstance(value, dict), "is no dict")
     elif key.endswith("/groups") and key.startswith("optimizer/"):
         _need(isinstance(value, list) and all(map(is_group, value)), "has a group without parameters or options")
 
