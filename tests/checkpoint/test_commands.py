@@ -90,6 +90,19 @@ def test_verify_names_all_that_is_damaged(tmp_path: Path, command: Command) -> N
     assert "chunk 0 of 'model/weight'" in out and "chunk 1 of 'model/weight'" in out and "its header" in out
 
 
+def test_verify_looks_at_tags(tmp_path: Path) -> None:
+    for step, tag in ((1, "best"), (2, "last")):
+        save(tmp_path, step=step, model=nn.Linear(2, 2), tag=tag)
+    assert not verify(tmp_path).damages
+    path = tmp_path / "tags" / "best"
+    path.write_bytes(path.read_bytes().replace(b"step-00000001", b"step-00000002"))
+    (damage,) = verify(tmp_path).damages
+    assert str(path) in damage
+    shutil.copy(tmp_path / "tags" / "last", path)
+    shutil.rmtree(tmp_path / "step-00000002")
+    assert not verify(tmp_path).damages  # as where a job died before its checkpoint was complete
+
+
 def test_inspect_tells_tensors_and_where_they_lie(runs: Path, command: Command) -> None:
     status, out, _ = command("inspect", runs / "run")
     assert status == 0 and "step 2" in out and "optimizer/groups" in out

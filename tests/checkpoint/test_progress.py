@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,23 @@ def test_one_rank_shows_bytes_per_second(patience_s: float, asked: bool | None, 
     assert second == ["", ""]
     for what, text in zip(("saving", "loading"), first, strict=True):
         assert (f"{what} {tmp_path}" in text.replace("\n", "") and "/s" in text) if shows else not text, text
+
+
+def test_all_bytes_of_a_load_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those that are checked where the kernel has them too."""
+    pytest.importorskip("rich", reason="rich is not installed")
+    bars: list[Any] = []
+
+    class Bar(progress._Bar):
+        def __init__(self, what: str, total_bytes: int):
+            super().__init__(what, total_bytes)
+            bars.append(self)
+
+    monkeypatch.setattr(progress, "_Bar", Bar)
+    model = nn.Linear(1500, 1400)
+    save(tmp_path, step=1, model=model, progress=True)
+    load(tmp_path, model=model, progress=True)
+    assert [bar._done for bar in bars] == [bar._total for bar in bars] and bars[1]._total > 2 * 8_400_000
 
 
 def test_a_terminal_shows_it_unasked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,17 +208,18 @@ class Position:
 def _positions(rank: int, n: int, path: str, save: bool) -> list[Any]:
     model = wh.parallelize(build("replica"))
     given = {"where": Position(torch.full((2,), rank) if save else None), "alike": Position("x" if save else None)}
+    given["groups"] = Position(rank if save else None)  # as an optimizer's are called
     if save:
         wh.save(path, step=0, model=model, **given)
         return []
     wh.load(path, model=model, alike=given["alike"])
     wh.load(path, model=model, **given)
-    return [given["where"].value.tolist(), given["alike"].value]
+    return [given["where"].value.tolist(), given["alike"].value, given["groups"].value]
 
 
 def test_states_that_differ_are_kept_of_each(tmp_path: Path) -> None:
     world(2, _positions, str(tmp_path), True)
-    assert world(2, _positions, str(tmp_path), False) == [[[0, 0], "x"], [[1, 1], "x"]]
+    assert world(2, _positions, str(tmp_path), False) == [[[0, 0], "x", 0], [[1, 1], "x", 1]]
     for one in outcomes(3, _positions, str(tmp_path), False):
         assert isinstance(one.error, wh.CheckpointError)
         assert "state 'where' differs between the 2 ranks that saved it, and 3 load it" in str(one.error)
@@ -276,6 +277,8 @@ def _refusals(rank: int, n: int, path: str, what: str) -> None:
         extra["head"] = model.state_dict()["head.weight"]
     elif what == "a state of another shape":
         optimizer.state[model.head.weight]["exp_avg"] = torch.zeros(3)
+    elif what == "one rank's dtype" and rank == 1:
+        model.half()
     elif what == "one rank's object" and rank == 1:
         wh.save(path, step=0, model=model, more=Position(object()))
     elif what == "one rank's object":
@@ -289,6 +292,7 @@ def _refusals(rank: int, n: int, path: str, what: str) -> None:
         ("a part", "'extra/head' is one rank's part of 'head.weight'"),
         ("a state of another shape", "'optimizer/head.weight/exp_avg' has shape [3]"),
         ("one rank's object", "'states/more/value' is a object"),
+        ("one rank's dtype", "as float32 [11, 8] and as float16 [11, 8]"),
     ],
 )
 def test_ranks_refuse_together(what: str, text: str, tmp_path: Path) -> None:

@@ -379,6 +379,15 @@ def test_modules_that_give_and_take_in_their_own_way(tmp_path: Path) -> None:
     assert other[0].loaded == 1
 
 
+def test_a_module_that_gives_what_was_a_tensor_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    model, other = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(2, 2)), nn.Sequential(Halved(), nn.Linear(2, 2))
+    wh.save(tmp_path, step=0, model=model)
+    before = other[1].weight.detach().clone()
+    with pytest.raises(wh.CheckpointError, match=r"0\.weight is a tensor in the checkpoint.*Nothing was changed"):
+        wh.load(tmp_path, model=other, missing_ok=True)
+    assert torch.equal(other[1].weight, before)
+
+
 def test_hooks_of_loading_run(tmp_path: Path) -> None:
     model, other = _net(), _net(1)
     seen: list[float] = []

@@ -41,7 +41,6 @@ __all__ = [
 Optimizers = Optimizer | Mapping[str, Optimizer]
 
 BY_RANK, FEEDS, RNG = "by_rank", "feeds", "rng"
-_OF_ALL, _GROUPS = (BY_RANK, FEEDS), "/groups"  # what rank 0 has too
 
 
 def key_of_rank(key: str, rank: int) -> str:
@@ -143,6 +142,7 @@ class Contents:
             self.inventory.add(of_optimizer(optimizer, names, key))
         counting = {k: v for k, v in self.inventory.values.items() if k not in self.inventory.elsewhere}
         self.inventory.values = {}
+        self.of_all = {BY_RANK, FEEDS, *(f"{key}groups" for key in parts.optimizers)}  # values that rank 0 has too
         self._of_rank: dict[str, Any] = {key: state.state_dict() for key, state in parts.states.items()}
         if rng:
             self._of_rank[RNG] = random_state(mesh_among(parts.model, parts.modules), parts.model)
@@ -211,7 +211,7 @@ def settled(contents: Contents, ranks: Ranks, what: str) -> Inventory:
     if differ:
         mine.values[BY_RANK] = sorted(differ)
     mine.values[FEEDS] = [feed for feed, *_ in told]
-    further = {k: v for k, v in mine.values.items() if ranks.index and not k.endswith(_GROUPS) and k not in _OF_ALL}
+    further = {key: value for key, value in mine.values.items() if ranks.index and key not in contents.of_all}
     for others in ranks.gather(further):
         for key, value in others.items():
             mine.values.setdefault(key, value)

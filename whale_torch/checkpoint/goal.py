@@ -110,6 +110,8 @@ class Goal:
             used |= {*keys, *sources}
             if not sources:
                 missing.append(key.removeprefix(prefix))
+            elif key in inventory.values and sources[0] not in self._index.values:
+                faults.append(f"{key.removeprefix(prefix)} is a tensor in the checkpoint, and the model makes its own")
             elif key in inventory.values:
                 self.take_value(sources[0])
                 self._of_module.setdefault(prefix, []).append((key, sources[0]))

@@ -86,3 +86,9 @@ class _Counted:
         count = self._files.read(fd, into, offset)
         self._bar.advance(count)
         return count
+
+    @contextlib.contextmanager
+    def look(self, fd: int, offset: int, buffer: memoryview) -> Iterator[memoryview]:
+        with self._files.look(fd, offset, buffer) as data:
+            yield data
+        self._bar.advance(len(buffer))

@@ -251,7 +251,9 @@ class _Saving:
             index = Index(self._identity, self._step, ties=inventory.ties, values=inventory.values, files=files)
             index.tensors = {k: StoredTensor(dtype_name(h.dtype), h.shape) for k, h in inventory.tensors.items()}
             for key, dtype, shape, piece in pieces:  # also of what only ranks of other stages have a state of
-                index.tensors.setdefault(key, StoredTensor(dtype, tuple(shape))).pieces.append(Piece.from_json(piece))
+                stored = index.tensors.setdefault(key, StoredTensor(dtype, tuple(shape)))
+                _check_alike(key, stored, StoredTensor(dtype, tuple(shape)))
+                stored.pieces.append(Piece.from_json(piece))
             _check_complete(index)
             with self._files.create(self._folder / INDEX) as fd:
                 self._files.write(fd, memoryview(seal(index.to_json())), 0)
@@ -270,6 +272,14 @@ class _Saving:
                 f"the checkpoint is complete, but earlier ones could not be removed: {error}",
                 fix="remove them by hand, or let the next wh.save try again",
             ) from error
+
+
+def _check_alike(key: str, one: StoredTensor, other: StoredTensor) -> None:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        raise CheckpointError(
+            f"ranks hold '{key}' as {one.dtype} {list(one.shape)} and as {other.dtype} {list(other.shape)}.",
+            fix="save a model that all ranks built alike",
+        )
 
 
 def _check_complete(index: Index) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import LATEST, find, read_index, steps_of
+from whale_torch.checkpoint.folders import LATEST, TAGS, find, named_by, read_index, steps_of, tags_of
 from whale_torch.checkpoint.index import CHUNK_BYTES, INDEX, Index
 from whale_torch.checkpoint.payload import check_file, checksum
 from whale_torch.checkpoint.retention import held
@@ -44,7 +44,7 @@ class _Chunk:
 
 
 def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: int | None = None) -> Verified:
-    """Checks a step's folder, or all those of a run_dir and its pointer to the latest.
+    """Checks a step's folder, or all those of a run_dir, its pointer to the latest and its tags.
 
     cores: threads that read, by default one for each core of this process.
     Raises CheckpointError where there is no checkpoint.
@@ -64,11 +64,21 @@ def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: i
                 found.folders.append(folder)
                 with _noting(found):
                     _verify(folder, read_index(folder, files), files, threads, found)
-    if folders != [path] and files.exists(path / LATEST):
-        with _noting(found):
-            find(path, files)
+    if folders != [path]:
+        _verify_pointers(path, files, found)
     found.damages = list(dict.fromkeys(found.damages))
     return found
+
+
+def _verify_pointers(run_dir: Path, files: Files, found: Verified) -> None:
+    if files.exists(run_dir / LATEST):
+        with _noting(found):
+            find(run_dir, files)
+    for tag in tags_of(files, run_dir):
+        with _noting(found):
+            named = named_by(files, run_dir / TAGS / tag)
+            if any(files.exists(run_dir / name) for name, _ in named):  # else the checkpoint never came
+                find(run_dir, files, tag=tag)
 
 
 def _verify(folder: Path, index: Index, files: Files, threads: ThreadPoolExecutor, found: Verified) -> None:
