@@ -21,6 +21,7 @@ from tests.checkpoint.power import MODES, Logged, after
 from tests.world import world
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import find
+from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.load import load
 from whale_torch.checkpoint.retention import reading
 from whale_torch.checkpoint.save import save
@@ -45,6 +46,17 @@ def test_the_last_and_the_tagged_stay(tmp_path: Path) -> None:
     save(tmp_path, step=2, model=model, keep_last=1)
     assert steps(tmp_path) == [2, 3, 6], "later steps are not earlier ones"
     assert load(tmp_path, model=model).step == 2, "the latest is the one that was saved last"
+
+
+def test_what_weights_come_from_stays(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, step=1, model=model)
+    source = open_source(tmp_path)
+    save(tmp_path, step=2, model=model, keep_last=1)
+    assert steps(tmp_path) == [1, 2] and torch.equal(source.tensors["model/weight"].read(), model.weight.detach())
+    del source
+    save(tmp_path, step=3, model=model, keep_last=1)
+    assert steps(tmp_path) == [3]
 
 
 def test_what_is_read_stays(tmp_path: Path) -> None:

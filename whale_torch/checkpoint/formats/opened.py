@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import find, read_index
+from whale_torch.checkpoint.folders import read_index
 from whale_torch.checkpoint.formats.dcp import is_dcp, read_dcp
 from whale_torch.checkpoint.formats.deepspeed import is_deepspeed, read_deepspeed
 from whale_torch.checkpoint.formats.megatron import is_megatron, read_megatron
@@ -19,6 +21,7 @@ from whale_torch.checkpoint.formats.torch_files import is_torch_folder, read_tor
 from whale_torch.checkpoint.index import INDEX, Index
 from whale_torch.checkpoint.inventory import Held
 from whale_torch.checkpoint.reader import Reader, Wanted
+from whale_torch.checkpoint.retention import reading
 from whale_torch.checkpoint.structure import check_values
 from whale_torch.errors import CheckpointError, first_line
 
@@ -71,13 +74,18 @@ def _safetensors(path: Path, paths: Sequence[Path], files: Files) -> Source:
 
 
 def _own(path: Path, files: Files) -> Source:
-    folder = find(path, files)
-    index = read_index(folder, files)
-    tensors: dict[str, Entry] = {}
-    for key, one in index.tensors.items():
-        ranges = [Range(folder / piece.file, piece.offset, piece.box) for piece in one.pieces]
-        tensors[key] = InFiles(key, one.torch_dtype, one.shape, ranges, files)
-    return Source(folder, tensors, index.ties, index.values, index.step, _check(folder, index, files))
+    """A checkpoint of wh.save, which no job removes while the source is in use."""
+    with contextlib.ExitStack() as at_end:
+        folder = at_end.enter_context(reading(files, path, step=None, tag=None))
+        index = read_index(folder, files)
+        tensors: dict[str, Entry] = {}
+        for key, one in index.tensors.items():
+            ranges = [Range(folder / piece.file, piece.offset, piece.box) for piece in one.pieces]
+            tensors[key] = InFiles(key, one.torch_dtype, one.shape, ranges, files)
+        check = _check(folder, index, files)
+        source = Source(folder, tensors, index.ties, index.values, index.step, check, index.id)
+        weakref.finalize(source, at_end.pop_all().close)
+        return source
 
 
 def _check(folder: Path, index: Index, files: Files) -> Callable[[Mapping[str, Sequence[Box]]], None]:
