@@ -157,3 +157,11 @@ def test_as_a_command(runs: Path) -> None:
         capture_output=True, text=True, timeout=100, cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and not done.stderr and "all is as it was written" in done.stdout
+
+
+def test_nobody_has_to_read_to_the_end(runs: Path) -> None:
+    command = f"{sys.executable} -W error -m whale_torch inspect {runs / 'run'} | head -0"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=100, cwd=ROOT, check=False
+    )  # fmt: skip
+    assert not done.stderr

@@ -91,6 +91,8 @@ def test_what_cannot_be_removed_is_told_and_is_no_checkpoint(tmp_path: Path) -> 
     ("given", "text"),
     [
         ({"keep_last": 0}, "keep_last is 0"),
+        ({"keep_last": 1.5}, "keep_last is 1.5"),
+        ({"tag": 3}, "tag is 3"),
         ({"tag": "../best"}, r"tag is '\.\./best'"),
         ({"tag": ""}, "tag is ''"),
         ({"tag": "best.new-01234567"}, "tag is 'best.new-01234567'"),
@@ -108,6 +110,8 @@ def test_mistakes_of_a_save(given: dict[str, object], text: str, tmp_path: Path)
         ({"tag": "first"}, r"no checkpoint tagged 'first'; tags: best\."),
         ({"step": 7}, r"no step 7; there are 1, 2\."),
         ({"step": 1, "tag": "best"}, "step=1 and tag='best' are two checkpoints"),
+        ({"only": 3}, "only is 3"),
+        ({"assign": ["a"]}, r"assign is \['a'\]"),
     ],
 )
 def test_mistakes_of_a_load(given: dict[str, object], text: str, tmp_path: Path) -> None:
@@ -118,6 +122,16 @@ def test_mistakes_of_a_load(given: dict[str, object], text: str, tmp_path: Path)
         load(tmp_path, model=model, **given)
     with pytest.raises(CheckpointError, match="is one checkpoint, with no steps and tags"):
         load(tmp_path / "step-00000001", model=model, step=1)
+
+
+def test_of_a_checkpoint_that_was_moved_its_link_goes(tmp_path: Path) -> None:
+    model, run = nn.Linear(2, 2), tmp_path / "run"
+    save(run, step=1, model=model)
+    moved = (run / "step-00000001").rename(tmp_path / "elsewhere")
+    (run / "step-00000001").symlink_to(moved)
+    load(run, model=model, step=1)
+    save(run, step=2, model=model, keep_last=1)
+    assert steps(run) == [2] and not left_over(run) and (moved / "index.json").exists()
 
 
 def _in_the_background(rank: int, n: int, folder: str) -> None:

@@ -32,6 +32,9 @@ class Choice:
 
     def __post_init__(self) -> None:
         self.only = (self.only,) if isinstance(self.only, str) else self.only
+        for name, given, kind in (("only", self.only, Sequence), ("assign", self.assign, Mapping)):
+            if given is not None and not isinstance(given, kind):
+                raise CheckpointError(f"{name} is {given!r:.80}.", fix="only: patterns; assign: {pattern: name}")
         if self.dtype not in ("same", "cast"):
             raise CheckpointError(f"dtype is {self.dtype!r}.", fix='"same", or "cast" to the dtypes of the model')
         for pattern in (*(self.only or ()), *self.assign):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -56,6 +57,9 @@ def run(asked: argparse.Namespace) -> int:
         if asked.command == "inspect":
             return _inspect(asked.dir, as_json=asked.json)
         return _diff(asked.a, asked.b)
+    except BrokenPipeError:  # nobody reads what is told, as behind `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

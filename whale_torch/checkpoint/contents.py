@@ -101,6 +101,10 @@ def mesh_among(model: nn.Module | None, states: Mapping[str, Any]) -> Mesh | Non
 
 def parts_of(model: nn.Module | None, optimizer: Optimizers | None, states: Mapping[str, Any]) -> Parts:
     """Raises CheckpointError for what is no optimizer, or has no state_dict."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise CheckpointError(
+            f"model is a {type(model).__name__}.", fix="a torch.nn.Module; plain data goes into extra={...}"
+        )
     found = Parts({} if model is None else {"model/": model}, {}, {})
     if isinstance(optimizer, Mapping):
         found.optimizers.update({f"optimizer/@{name}/": one for name, one in optimizer.items()})
@@ -133,6 +137,8 @@ class Contents:
     """What this rank has for a checkpoint, before it is known what the others have. first: whether it is rank 0."""
 
     def __init__(self, parts: Parts, extra: Mapping[str, Any], *, rng: bool, first: bool = True):
+        if not isinstance(extra, Mapping):
+            raise CheckpointError(f"extra is a {type(extra).__name__}.", fix="a dict")
         self.inventory = Inventory()
         for key, module in parts.modules.items():
             _check_no_step_has_begun(module)

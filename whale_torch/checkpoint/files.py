@@ -95,7 +95,10 @@ class Files:
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        shutil.rmtree(path)
+        if path.is_symlink():  # to where it was moved; what lies there is not ours to remove
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
     def lock(self, path: Path, *, create: bool = True, shared: bool = False) -> int | None:
         """Takes a file's lock without waiting: a descriptor to unlock, None where another one has it.

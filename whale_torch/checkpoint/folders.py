@@ -70,8 +70,13 @@ def tag_pointer(tag: str) -> str:
     return f"{TAGS}/{tag}"
 
 
-def _is_tag(name: str) -> bool:
-    return bool(_TAG.fullmatch(name)) and not is_temporary_pointer(name) and len(name.encode()) <= _MOST_OF_TAG
+def _is_tag(name: object) -> bool:
+    return (
+        isinstance(name, str)
+        and bool(_TAG.fullmatch(name))
+        and not is_temporary_pointer(name)
+        and len(name.encode()) <= _MOST_OF_TAG
+    )
 
 
 def tags_of(files: Files, run_dir: Path) -> list[str]:

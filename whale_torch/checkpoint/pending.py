@@ -107,6 +107,8 @@ def before_save(if_busy: IfBusy) -> None:
 
     Raises CheckpointError where it failed and nobody has been told, and where it is to be raised that it goes on.
     """
+    if if_busy not in ("wait", "raise"):
+        raise CheckpointError(f"if_busy is {if_busy!r}.", fix='"wait" or "raise"')
     pending = _latest.pending
     if pending is None:
         return

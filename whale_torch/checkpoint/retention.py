@@ -20,8 +20,8 @@ _TRIES, _PAUSE_S = 100, 0.01
 
 
 def check_keep_last(keep_last: int | None) -> None:
-    """Raises CheckpointError for less than one."""
-    if keep_last is not None and keep_last < 1:
+    """Raises CheckpointError for what is no number of checkpoints, or less than one."""
+    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
         raise CheckpointError(f"keep_last is {keep_last}.", fix="1 or more: the new checkpoint is one of them")
 
 
