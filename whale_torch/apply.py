@@ -13,7 +13,7 @@ from torch import nn
 
 from whale_torch.annotation import Annotation, close_annotations
 from whale_torch.capture import Scope
-from whale_torch.checkpoint.plain import Weights, load_weights, read_weights, saved_as
+from whale_torch.checkpoint.plain import Weights, load_weights, read_weights
 from whale_torch.cluster import Cluster
 from whale_torch.comm.drift import watch_optimizers
 from whale_torch.comm.failure import explain
@@ -133,7 +133,7 @@ def parallelize(
     programs = None if made.pipeline is None else _together(mesh, lambda: Programs(model, made, mesh.device))
     places = None if programs is None else _places(model, made, mesh, programs, reader, sample_inputs)
     cuts = cut_parameters(model, made, mesh)
-    state = None if weights is None else _read(weights, model, mesh, cuts, places)
+    state = None if weights is None else _together(mesh, lambda: _read(weights, model, cuts, places), CheckpointError)
     built = _on_meta(model)
     if built:
         _build(model, mesh, cuts, places, seed, init_fn, frozenset(state or ()))
@@ -166,21 +166,9 @@ def parallelize(
 
 
 def _read(
-    weights: Weights, model: nn.Module, mesh: Mesh, cuts: Mapping[str, ParameterPlace], places: Places | None
+    weights: Weights, model: nn.Module, cuts: Mapping[str, ParameterPlace], places: Places | None
 ) -> Mapping[str, Any]:
-    """Raises CheckpointError where weights do not fit, or another job saved while ranks looked for the latest."""
-
-    def read() -> Mapping[str, Any]:
-        return read_weights(weights, model, cuts, lambda name: places is None or places.kept().is_here(name))
-
-    state = _together(mesh, read, CheckpointError)
-    found = dict(told for told in _from_all(mesh, saved_as(state)) if told is not None)
-    if len(found) > 1:
-        raise CheckpointError(
-            f"weights: ranks found different checkpoints: {', '.join(found.values())}.",
-            fix="give one step's folder, run_dir/step-...",
-        )
-    return state
+    return read_weights(weights, model, cuts, lambda name: places is None or places.kept().is_here(name))
 
 
 def _seconds(

@@ -217,17 +217,3 @@ def test_names_behind_a_prefix_are_told() -> None:
         read_weights(model.state_dict(), outer)
     with pytest.raises(CheckpointError, match=r"several are to have the values of one, wh.load\(.*assign="):
         read_weights({k: v for k, v in model.state_dict().items() if k.startswith("0")}, model)
-
-
-def _each_another(rank: int, n: int, folder: str) -> str:
-    with pytest.raises(CheckpointError) as refused:
-        wh.parallelize(made(), weights=Path(folder, "run", f"step-0000000{rank + 1}"))
-    wh.parallelize(made(), weights=Path(folder, "run"))
-    return str(refused.value)
-
-
-def test_ranks_build_of_one_checkpoint(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path / "run", step=step, model=made(step))
-    for text in world(2, _each_another, str(tmp_path)):
-        assert "ranks found different checkpoints" in text and "step-00000001" in text and "step-00000002" in text

@@ -27,7 +27,7 @@ from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace
 from whale_torch.errors import CheckpointError
 
-__all__ = ["Weights", "load_weights", "read_weights", "saved_as"]
+__all__ = ["Weights", "load_weights", "read_weights"]
 
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
@@ -223,14 +223,6 @@ def _with_ties(weights: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any
         if given is not None:
             names |= {name: given for name in tied if name not in weights}
     return _WithTies(weights, names) if names else weights
-
-
-def saved_as(weights: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Which save of ours the weights are of: its identity and where it lies; None of others."""
-    inside = weights.weights if isinstance(weights, _WithTies) else weights
-    if not isinstance(inside, _InSource) or inside.source.identity is None:
-        return None
-    return inside.source.identity, str(inside.source.path)
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:

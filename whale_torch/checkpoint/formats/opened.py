@@ -83,7 +83,7 @@ def _own(path: Path, files: Files) -> Source:
             ranges = [Range(folder / piece.file, piece.offset, piece.box) for piece in one.pieces]
             tensors[key] = InFiles(key, one.torch_dtype, one.shape, ranges, files)
         check = _check(folder, index, files)
-        source = Source(folder, tensors, index.ties, index.values, index.step, check, index.id)
+        source = Source(folder, tensors, index.ties, index.values, index.step, check)
         weakref.finalize(source, at_end.pop_all().close)
         return source
 

@@ -178,8 +178,7 @@ class Source:
     """What was opened. tensors, ties, values: by the keys of a checkpoint of ours, values as its index has them.
 
     check: raises CheckpointError where boxes of tensors, by key, are not what was written, as far as that can be told.
-    identity: of one save of ours. left_out: what lies there and is not read. padded: keys of tensors with more rows than
-    the vocabulary.
+    left_out: what lies there and is not read. padded: keys of tensors with more rows than the vocabulary.
     """
 
     path: Path
@@ -188,7 +187,6 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
     step: int | None = None
     check: Callable[[Mapping[str, Sequence[Box]]], None] = lambda boxes: None
-    identity: str | None = None
     left_out: list[str] = field(default_factory=list)
     padded: set[str] = field(default_factory=set)
 
