@@ -13,7 +13,7 @@ from torch import nn
 
 from whale_torch.annotation import Annotation, close_annotations
 from whale_torch.capture import Scope
-from whale_torch.checkpoint.plain import Weights, load_weights, read_weights
+from whale_torch.checkpoint.plain import Weights, latest_of, load_weights, read_weights
 from whale_torch.cluster import Cluster
 from whale_torch.comm.drift import watch_optimizers
 from whale_torch.comm.failure import explain
@@ -133,7 +133,7 @@ def parallelize(
     programs = None if made.pipeline is None else _together(mesh, lambda: Programs(model, made, mesh.device))
     places = None if programs is None else _places(model, made, mesh, programs, reader, sample_inputs)
     cuts = cut_parameters(model, made, mesh)
-    state = None if weights is None else _together(mesh, lambda: _read(weights, model, cuts, places), CheckpointError)
+    state = None if weights is None else _read(weights, model, mesh, cuts, places)
     built = _on_meta(model)
     if built:
         _build(model, mesh, cuts, places, seed, init_fn, frozenset(state or ()))
@@ -166,9 +166,17 @@ def parallelize(
 
 
 def _read(
-    weights: Weights, model: nn.Module, cuts: Mapping[str, ParameterPlace], places: Places | None
+    weights: Weights, model: nn.Module, mesh: Mesh, cuts: Mapping[str, ParameterPlace], places: Places | None
 ) -> Mapping[str, Any]:
-    return read_weights(weights, model, cuts, lambda name: places is None or places.kept().is_here(name))
+    """What is to be loaded; of a run_dir all ranks take one checkpoint, though a job may save another meanwhile."""
+    latest = _together(mesh, lambda: latest_of(weights), CheckpointError)
+    of_first = _from_all(mesh, None if latest is None else latest.name)[0]
+    given = weights if latest is None or of_first is None else latest.with_name(of_first)
+
+    def read() -> Mapping[str, Any]:
+        return read_weights(given, model, cuts, lambda name: places is None or places.kept().is_here(name))
+
+    return _together(mesh, read, CheckpointError)
 
 
 def _seconds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 import whale_torch as wh
 from tests.parity.checkpoint_cases import whole
 from tests.world import world
+from whale_torch import apply
 from whale_torch.checkpoint.convert import convert
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.plain import read_weights
+from whale_torch.checkpoint.plain import Weights, read_weights
 from whale_torch.checkpoint.save import save
 from whale_torch.errors import CheckpointError
 
@@ -217,3 +219,29 @@ def test_names_behind_a_prefix_are_told() -> None:
         read_weights(model.state_dict(), outer)
     with pytest.raises(CheckpointError, match=r"several are to have the values of one, wh.load\(.*assign="):
         read_weights({k: v for k, v in model.state_dict().items() if k.startswith("0")}, model)
+
+
+def while_another_saves(rank: int, n: int, folder: str) -> dict[str, Tensor]:
+    """A job saves step 2 when the first rank has looked and the second has not."""
+    looked, look = Path(folder, "looked"), apply.latest_of
+
+    def latest(weights: Weights) -> Path | None:
+        if rank:
+            while not looked.exists():
+                time.sleep(0.01)
+            save(Path(folder, "run"), step=2, model=made(4))
+        found = look(weights)
+        looked.touch()
+        return found
+
+    apply.latest_of = latest
+    net = Net()
+    wh.parallelize(net, weights=Path(folder, "run"))
+    return wh.full_state_dict(net)
+
+
+def test_ranks_take_one_checkpoint_while_another_is_saved(tmp_path: Path) -> None:
+    expected = made(3)
+    save(tmp_path / "run", step=1, model=expected)
+    for found in world(2, while_another_saves, str(tmp_path)):
+        assert all(torch.equal(found[key], value) for key, value in expected.state_dict().items())

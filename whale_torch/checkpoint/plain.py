@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from whale_torch.checkpoint.boxes import Box, boxes_of, in_local
-from whale_torch.checkpoint.formats.opened import open_source
+from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.folders import find
+from whale_torch.checkpoint.formats.opened import is_run_dir, open_source
 from whale_torch.checkpoint.formats.safetensors import is_safetensors
 from whale_torch.checkpoint.formats.source import Source, chunks_of
 from whale_torch.checkpoint.formats.torch_files import load_torch, state_dict_of
@@ -27,11 +29,18 @@ from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace
 from whale_torch.errors import CheckpointError
 
-__all__ = ["Weights", "load_weights", "read_weights"]
+__all__ = ["Weights", "latest_of", "load_weights", "read_weights"]
 
 Weights = Mapping[str, Any] | str | os.PathLike[str]
 
 _MOST = 5  # names an error lists
+
+
+def latest_of(weights: Weights) -> Path | None:
+    """The latest checkpoint of a run_dir; None for weights that are none. Raises CheckpointError for a damaged one."""
+    if isinstance(weights, Mapping) or not is_run_dir(Path(weights)):
+        return None
+    return find(Path(weights), Files())
 
 
 def read_weights(

@@ -25,7 +25,7 @@ from whale_torch.checkpoint.retention import reading
 from whale_torch.checkpoint.structure import check_values
 from whale_torch.errors import CheckpointError, first_line
 
-__all__ = ["open_source"]
+__all__ = ["is_run_dir", "open_source"]
 
 
 def open_source(path: str | os.PathLike[str], files: Files | None = None) -> Source:
@@ -51,6 +51,11 @@ def open_source(path: str | os.PathLike[str], files: Files | None = None) -> Sou
             f"{path} cannot be read: {type(error).__name__}: {first_line(error)}.",
             fix="write it again, or give another path",
         ) from error
+
+
+def is_run_dir(path: Path) -> bool:
+    """Whether there are checkpoints of wh.save in a folder."""
+    return any(path.glob(f"step-*/{INDEX}"))
 
 
 def _opened(path: Path, files: Files) -> Source:
@@ -105,7 +110,7 @@ def _has(name: str) -> Callable[[Path], bool]:
 
 
 _FOLDERS: list[tuple[Callable[[Path], bool], Callable[[Path, Files], Source]]] = [
-    (lambda path: (path / INDEX).is_file() or any(path.glob(f"step-*/{INDEX}")), _own),
+    (lambda path: (path / INDEX).is_file() or is_run_dir(path), _own),
     (is_megatron, read_megatron),
     (is_dcp, read_dcp),
     (_has(SAFETENSORS_INDEX), lambda path, files: _safetensors(path, [path / SAFETENSORS_INDEX], files)),
