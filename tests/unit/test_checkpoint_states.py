@@ -18,6 +18,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import whale_torch as wh
+from whale_torch.checkpoint import random_states
 from whale_torch.errors import CheckpointError
 
 
@@ -268,6 +269,17 @@ def test_random_states_go_on(tmp_path: Path) -> None:
     assert wh.load(tmp_path, model=model, optimizer=optimizer).rng == "kept"
     with pytest.raises(CheckpointError, match="no random states"):
         wh.load(tmp_path, rng=True)
+
+
+def test_a_plain_process_keeps_the_random_state_of_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """tests/gpu has the same on one."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(random_states, "_gpu_of", lambda mesh, model: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.arange(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: seen.append(state))
+    wh.save(tmp_path, step=0, model=_net())
+    wh.load(tmp_path, model=_net(), rng=True)
+    assert [one.tolist() for one in seen] == [list(range(16))]
 
 
 ODD = [

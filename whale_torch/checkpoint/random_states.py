@@ -41,12 +41,19 @@ def random_state(mesh: Mesh | None, model: nn.Module | None) -> dict[str, Any]:
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
         found["numpy"] = (kind, keys, *rest)
-    if mesh is not None and mesh.device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(mesh.device)
+    gpu = _gpu_of(mesh, model)
+    if gpu is not None:
+        found["cuda"] = torch.cuda.get_rng_state(gpu)
     pipeline = _pipeline_of(model)
     if pipeline is not None:  # whose steps draw from streams of their own
         found["pipeline"] = {"seed": pipeline.seed, "number": pipeline.number}
     return found
+
+
+def _gpu_of(mesh: Mesh | None, model: nn.Module | None) -> torch.device | None:
+    """The rank's, or in a plain process that of the model's first parameter."""
+    devices = [p.device for p in ([] if model is None else model.parameters())] if mesh is None else [mesh.device]
+    return devices[0] if devices and devices[0].type == "cuda" else None
 
 
 def _pipeline_of(model: nn.Module | None) -> PipelineRuntime | None:
@@ -104,8 +111,9 @@ def restore(state: Mapping[str, Any], mesh: Mesh | None, model: nn.Module | None
         torch.set_rng_state(state["torch"])
         if "numpy" in state and "numpy" in sys.modules:
             sys.modules["numpy"].random.set_state(state["numpy"])
-        if "cuda" in state and mesh is not None and mesh.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda"], mesh.device)
+        gpu = _gpu_of(mesh, model)
+        if "cuda" in state and gpu is not None:
+            torch.cuda.set_rng_state(state["cuda"], gpu)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise _no_random_state(error) from error
 
