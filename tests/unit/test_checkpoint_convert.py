@@ -19,10 +19,10 @@ from torch import nn
 
 import whale_torch as wh
 from tests.world import world
-from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.boxes import Box, blocks
 from whale_torch.checkpoint.convert import convert
 from whale_torch.checkpoint.formats.opened import open_source
-from whale_torch.checkpoint.formats.source import Composed, InMemory, Part, Reshaped, chunks_of
+from whale_torch.checkpoint.formats.source import Composed, InMemory, Part, Reshaped
 from whale_torch.checkpoint.formats.unread import Unread
 from whale_torch.checkpoint.load import load
 from whale_torch.checkpoint.plain import load_weights, read_weights
@@ -455,7 +455,7 @@ def test_boxes_of_what_is_put_together() -> None:
     assert torch.equal(lazy.narrow(1, 2, 4).cpu(), whole[:, 2:6]) and torch.equal(lazy + 1, whole + 1)
     assert all(torch.equal(row.cpu(), other) for row, other in zip(lazy, whole, strict=True))
     for most in (1, 5, 13, 1000):
-        boxes = list(chunks_of(Box.whole((5, 12)), most))
+        boxes = list(blocks(Box.whole((5, 12)), most))
         assert torch.equal(torch.cat([entry.read(box).reshape(-1) for box in boxes]), whole.reshape(-1))
         assert all(box.numel <= most for box in boxes)
 

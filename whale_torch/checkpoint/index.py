@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,10 @@ from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.structure import check_structure
 from whale_torch.errors import CheckpointError
 
-__all__ = ["CHUNK_BYTES", "FORMAT", "INDEX", "Index", "Piece", "StoredFile", "StoredTensor", "dtype_name"]
+__all__ = [
+    "CHUNK_BYTES", "FORMAT", "INDEX", "Chunk", "Index", "Piece", "StoredFile", "StoredTensor", "chunks_of",
+    "dtype_name",
+]  # fmt: skip
 
 FORMAT = "whale_torch checkpoint 1"
 INDEX = "index.json"
@@ -38,6 +41,26 @@ class Piece:
         return {
             "file": self.file, "offset": self.offset, "box": self.box.to_json(), "checksums": list(self.checksums)
         }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes of a file that have a checksum: the `number`-th ones of a tensor's piece."""
+
+    file: str
+    offset: int
+    size: int
+    key: str
+    number: int
+    checksum: int
+
+
+def chunks_of(key: str, piece: Piece, itemsize: int) -> Iterator[Chunk]:
+    """The chunks of a piece of the tensor under a key, in order. itemsize: bytes of an element."""
+    total = piece.box.numel * itemsize
+    for number, expected in enumerate(piece.checksums):
+        start = number * CHUNK_BYTES
+        yield Chunk(piece.file, piece.offset + start, min(CHUNK_BYTES, total - start), key, number, expected)
 
 
 @dataclass(slots=True)

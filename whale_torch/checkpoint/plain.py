@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whale_torch.checkpoint.boxes import Box, boxes_of, in_local
+from whale_torch.checkpoint.boxes import Box, blocks, boxes_of, in_local
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import find
 from whale_torch.checkpoint.formats.opened import is_run_dir, open_source
 from whale_torch.checkpoint.formats.safetensors import is_safetensors
-from whale_torch.checkpoint.formats.source import Source, chunks_of
+from whale_torch.checkpoint.formats.source import Source, inside
 from whale_torch.checkpoint.formats.torch_files import load_torch, state_dict_of
 from whale_torch.checkpoint.formats.unread import Unread, UnreadPart
 from whale_torch.checkpoint.index import CHUNK_BYTES
@@ -130,7 +130,7 @@ def _alike(one: Tensor, other: Tensor, boxes: Sequence[Box]) -> bool:
         return True
     most = max(1, CHUNK_BYTES // one.dtype.itemsize)
     for box in boxes:
-        for chunk in chunks_of(box, most):
+        for chunk in blocks(box, most):
             values = [_part_of(each, chunk).contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
             if not torch.equal(*values):
                 return False
@@ -140,8 +140,7 @@ def _alike(one: Tensor, other: Tensor, boxes: Sequence[Box]) -> bool:
 def _part_of(value: Tensor, box: Box) -> Tensor:
     if isinstance(value, Unread):
         return value.entry.read(box)
-    inside = tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
-    return value.detach().as_subclass(Tensor)[inside].cpu()
+    return inside(value.detach().as_subclass(Tensor), box).cpu()
 
 
 def _is_extra(name: str) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from whale_torch.checkpoint.boxes import Box, blocks, overlap, runs
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.index import CHUNK_BYTES, Index, Piece, StoredTensor
+from whale_torch.checkpoint.index import CHUNK_BYTES, Chunk, Index, Piece, StoredTensor, chunks_of
 from whale_torch.checkpoint.inventory import Held
 from whale_torch.checkpoint.payload import ANOTHER, bytes_of, check_file, checksum, open_payload
 from whale_torch.errors import CheckpointError
@@ -40,18 +40,6 @@ class _Part:
     size: tuple[int, ...]
     at: tuple[int, ...]
     to: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Bytes of a file that have a checksum: the `number`-th ones of a tensor's piece."""
-
-    file: str
-    offset: int
-    size: int
-    key: str
-    number: int
-    checksum: int
 
 
 class Reader:
@@ -122,7 +110,7 @@ class Reader:
         """Copies parts of a piece, short runs by way of the window, and checks its chunks where `ahead` is given."""
         item, target = memory.element_size(), bytes_of(memory)
         total, unit, in_window = piece.box.numel * item, len(window), -1
-        chunks = [] if ahead is None else list(_chunks_of(key, piece, item))  # as long as the window
+        chunks = [] if ahead is None else list(chunks_of(key, piece, item))  # as long as the window
         for part in parts:
             for run in runs(part.size, part.at, piece.box.size, part.to, tuple(memory.shape)):
                 first = run.source * item
@@ -152,7 +140,7 @@ class Reader:
                 self._known.add(file)
             yield fd
 
-    def _read(self, fd: int, into: memoryview, piece: Piece, key: str, first: int, chunk: _Chunk | None) -> None:
+    def _read(self, fd: int, into: memoryview, piece: Piece, key: str, first: int, chunk: Chunk | None) -> None:
         """Reads bytes of a piece, from its `first` on. chunk: what they are, to be checked."""
         read = self._files.read(fd, into, piece.offset + first)
         if chunk is not None:
@@ -160,7 +148,7 @@ class Reader:
         elif read != len(into):
             raise self._too_short(piece.file, key, piece.offset + first + len(into))
 
-    def _check(self, chunk: _Chunk, data: memoryview) -> None:
+    def _check(self, chunk: Chunk, data: memoryview) -> None:
         if len(data) != chunk.size:
             raise self._too_short(chunk.file, chunk.key, chunk.offset + chunk.size)
         if checksum(data) != chunk.checksum:
@@ -177,7 +165,7 @@ class Reader:
 class _Ahead:
     """Lets the disk begin to read chunks before they are asked for, in order, a gigabyte ahead."""
 
-    def __init__(self, files: Files, folder: Path, touched: Mapping[str, Iterable[_Chunk]]):
+    def __init__(self, files: Files, folder: Path, touched: Mapping[str, Iterable[Chunk]]):
         self._files, self._folder = files, folder
         self._spans = deque((file, *span) for file, chunks in sorted(touched.items()) for span in _spans(chunks))
         self._ahead = 0
@@ -232,28 +220,20 @@ def _check_covered(one: Wanted) -> None:
             )
 
 
-def _chunks_of(key: str, piece: Piece, item: int) -> Iterator[_Chunk]:
-    total = piece.box.numel * item
-    for number, expected in enumerate(piece.checksums):
-        start = number * CHUNK_BYTES
-        size = min(CHUNK_BYTES, total - start)
-        yield _Chunk(piece.file, piece.offset + start, size, key, number, expected)
-
-
-def _touched(wanted: Sequence[Wanted]) -> dict[str, set[_Chunk]]:
+def _touched(wanted: Sequence[Wanted]) -> dict[str, set[Chunk]]:
     """The chunks that have some of what is wanted, by file."""
-    found: dict[str, set[_Chunk]] = defaultdict(set)
+    found: dict[str, set[Chunk]] = defaultdict(set)
     for one in wanted:
         _check_covered(one)
         item = one.stored.torch_dtype.itemsize
         for piece in one.stored.pieces:
             numbers = _numbers_touched(one.held, piece, item)
             if numbers:
-                found[piece.file].update(c for c in _chunks_of(one.key, piece, item) if c.number in numbers)
+                found[piece.file].update(c for c in chunks_of(one.key, piece, item) if c.number in numbers)
     return found
 
 
-def _spans(chunks: Iterable[_Chunk]) -> list[tuple[int, int]]:
+def _spans(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
     """(start, end) of what chunks make without a gap."""
     found: list[tuple[int, int]] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offset):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import LATEST, TAGS, find, named_by, read_index, steps_of, tags_of
-from whale_torch.checkpoint.index import CHUNK_BYTES, INDEX, Index
+from whale_torch.checkpoint.index import INDEX, Chunk, Index, chunks_of
 from whale_torch.checkpoint.payload import check_file, checksum
 from whale_torch.checkpoint.retention import held
 from whale_torch.errors import CheckpointError, first_line
@@ -32,15 +32,6 @@ class Verified:
     num_bytes: int = 0
     damages: list[str] = field(default_factory=list)
     threads: int = 1
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    key: str
-    number: int
-    offset: int
-    size: int
-    checksum: int
 
 
 def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: int | None = None) -> Verified:
@@ -82,14 +73,10 @@ def _verify_pointers(run_dir: Path, files: Files, found: Verified) -> None:
 
 
 def _verify(folder: Path, index: Index, files: Files, threads: ThreadPoolExecutor, found: Verified) -> None:
-    chunks: dict[str, list[_Chunk]] = defaultdict(list)
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
     for key, stored in index.tensors.items():
         for piece in stored.pieces:
-            total = piece.box.numel * stored.torch_dtype.itemsize
-            for number, expected in enumerate(piece.checksums):
-                start = number * CHUNK_BYTES
-                size = min(CHUNK_BYTES, total - start)
-                chunks[piece.file].append(_Chunk(key, number, piece.offset + start, size, expected))
+            chunks[piece.file] += chunks_of(key, piece, stored.torch_dtype.itemsize)
     for name, stored_file in index.files.items():
         path = folder / name
         with _noting(found), files.open(path) as fd:
@@ -104,7 +91,7 @@ def _verify(folder: Path, index: Index, files: Files, threads: ThreadPoolExecuto
             found.num_bytes += sum(chunk.size for chunk in of_file)
 
 
-def _check(files: Files, fd: int, path: Path, chunks: list[_Chunk]) -> list[str]:
+def _check(files: Files, fd: int, path: Path, chunks: list[Chunk]) -> list[str]:
     buffer = memoryview(bytearray(max(chunk.size for chunk in chunks)))
     damages = []
     for chunk in chunks:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.boxes import Box, blocks
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.formats.dcp import OURS
-from whale_torch.checkpoint.formats.source import Entry, Source, chunks_of
+from whale_torch.checkpoint.formats.source import Entry, Source
 from whale_torch.checkpoint.formats.trees import optimizer_tree, optimizers_in, plain, tensors_of_values
 
 __all__ = ["write_dcp"]
@@ -115,7 +115,7 @@ def _planner(entries: Mapping[_Path, Entry], values: Mapping[_Path, Any], ties: 
                 items.append(WriteItem(MetadataIndex(_fqn(path)), WriteItemType.BYTE_IO, bytes_io_data=data))
             for path, entry in entries.items():
                 most = max(1, _CHUNK_BYTES // entry.dtype.itemsize)
-                for box in chunks_of(Box.whole(entry.shape), most):
+                for box in blocks(Box.whole(entry.shape), most):
                     index = MetadataIndex(_fqn(path), torch.Size(box.start))
                     self.boxes[_fqn(path), tuple(box.start)] = (entry, box)
                     chunk = ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))

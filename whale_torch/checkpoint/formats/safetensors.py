@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.boxes import Box, blocks
 from whale_torch.checkpoint.dtypes import CODES, DTYPES
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.formats.source import Entry, InFiles, Range, chunks_of
+from whale_torch.checkpoint.formats.source import Entry, InFiles, Range
 from whale_torch.checkpoint.index import CHUNK_BYTES
 from whale_torch.checkpoint.payload import bytes_of
 from whale_torch.errors import CheckpointError
@@ -174,6 +174,6 @@ def _header_of(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> byt
 
 def _data(entries: Iterable[Entry]) -> Iterable[memoryview]:
     for one in entries:
-        for box in chunks_of(Box.whole(one.shape), max(1, CHUNK_BYTES // one.dtype.itemsize)):
+        for box in blocks(Box.whole(one.shape), max(1, CHUNK_BYTES // one.dtype.itemsize)):
             if box.numel:
                 yield bytes_of(one.read(box))

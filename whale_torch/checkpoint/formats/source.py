@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from whale_torch.checkpoint.index import CHUNK_BYTES
 from whale_torch.checkpoint.payload import bytes_of
 from whale_torch.errors import CheckpointError
 
-__all__ = ["Composed", "Entry", "InFiles", "InMemory", "Part", "Range", "Reshaped", "Source", "chunks_of"]
+__all__ = ["Composed", "Entry", "InFiles", "InMemory", "Part", "Range", "Reshaped", "Source", "inside"]
 
 _DIRECT_BYTES = 1 << 8  # runs from here on are read alone, shorter ones by way of a window
 
@@ -112,7 +112,7 @@ class InMemory(Entry):
         return tuple(self.values.shape)
 
     def fill(self, box: Box, into: Tensor) -> None:
-        into.copy_(_inside(self.values.detach(), box))
+        into.copy_(inside(self.values.detach(), box))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Composed(Entry):
                 continue
             start = [c - p + s for c, p, s in zip(common.start, part.box.start, part.start, strict=True)]
             source = Box(tuple(start), common.size)
-            goal = _inside(into, Box(tuple(c - b for c, b in zip(common.start, box.start, strict=True)), common.size))
+            goal = inside(into, Box(tuple(c - b for c, b in zip(common.start, box.start, strict=True)), common.size))
             if goal.is_contiguous() and part.entry.dtype == into.dtype:
                 part.entry.fill(source, goal)
             else:
@@ -191,23 +191,6 @@ class Source:
     padded: set[str] = field(default_factory=set)
 
 
-def chunks_of(box: Box, most: int) -> Iterator[Box]:
-    """A box in boxes of at most so many elements, in its order row by row."""
-    if box.numel <= most or not box.size:
-        yield box
-        return
-    dim = next(d for d, n in enumerate(box.size) if n > 1)
-    inner = box.numel // box.size[dim]
-    rows = max(1, most // inner)
-    for first in range(0, box.size[dim], rows):
-        start, size = list(box.start), list(box.size)
-        start[dim], size[dim] = start[dim] + first, min(rows, size[dim] - first)
-        one = Box(tuple(start), tuple(size))
-        if inner > most:
-            yield from chunks_of(one, most)
-        else:
-            yield one
-
-
-def _inside(values: Tensor, box: Box) -> Tensor:
+def inside(values: Tensor, box: Box) -> Tensor:
+    """A view of a box of a tensor."""
     return values[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale_torch.checkpoint.boxes import Box
+from whale_torch.checkpoint.boxes import Box, blocks
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.formats.source import Entry, InMemory, Source, chunks_of
+from whale_torch.checkpoint.formats.source import Entry, InMemory, Source
 from whale_torch.checkpoint.formats.trees import plain
 from whale_torch.checkpoint.index import CHUNK_BYTES
 from whale_torch.checkpoint.payload import bytes_of
@@ -248,7 +248,7 @@ def write_torch(files: Files, path: Path, tree: Any) -> None:
             if record.size != entry.num_bytes:
                 raise AssertionError(f"record {number} of {path} has {record.size} bytes, not {entry.num_bytes}")
             offset, crc = record.data, 0
-            for box in chunks_of(Box.whole(entry.shape), max(1, CHUNK_BYTES // entry.dtype.itemsize)):
+            for box in blocks(Box.whole(entry.shape), max(1, CHUNK_BYTES // entry.dtype.itemsize)):
                 if box.numel:
                     data = bytes_of(entry.read(box))
                     files.write(fd, data, offset)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whale_torch.checkpoint.boxes import Box
-from whale_torch.checkpoint.formats.source import Entry, chunks_of
+from whale_torch.checkpoint.boxes import Box, blocks
+from whale_torch.checkpoint.formats.source import Entry, inside
 from whale_torch.checkpoint.index import CHUNK_BYTES
 from whale_torch.comm.cut_tensor import CutTensor
 from whale_torch.comm.registry import ParameterPlace
@@ -61,13 +61,13 @@ class Unread(Tensor):
         for box, local in self._boxes:
             if not box.numel:
                 continue
-            view = _inside(goal, local).view(box.size)
+            view = inside(goal, local).view(box.size)
             if plain and view.is_contiguous():
                 self._entry.fill(box, view)
                 continue
-            for chunk in chunks_of(box, most):
+            for chunk in blocks(box, most):
                 here = Box(tuple(c - b for c, b in zip(chunk.start, box.start, strict=True)), chunk.size)
-                _inside(view, here).copy_(self._entry.read(chunk))
+                inside(view, here).copy_(self._entry.read(chunk))
         torch.autograd.graph.increment_version(goal)
 
     def _narrow(self, dim: int, start: int, length: int) -> Unread:
@@ -122,10 +122,6 @@ class UnreadPart(CutTensor):
 
     def part(self) -> Tensor:
         return self._unread
-
-
-def _inside(values: Tensor, box: Box) -> Tensor:
-    return values[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))] if box.size else values
 
 
 def _read(value: Any) -> Any:
