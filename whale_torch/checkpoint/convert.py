@@ -64,18 +64,23 @@ def convert(
     step: int | None = None,
     vocabulary: int | None = None,
 ) -> Converted:
-    """Writes what `source` holds in another form, never with more than a chunk of a tensor in memory (of DCP a record).
+    """Writes what `source` holds in another form, never with more than a chunk of a tensor in memory.
 
     source: a run_dir or step of wh.save, files or folders of safetensors, Hugging Face, torch.save, DCP, Megatron-LM
-    or DeepSpeed (ZeRO 1 and 2). to: "whale" (target is a run_dir), "safetensors" (a file, or a folder), "hf" (a folder
-    for from_pretrained; config: a file or folder whose config and tokenizer go along, by default those beside the
-    source), "torch" (a file with the model's state_dict, or a folder with model.pt, optimizer.pt and extra.pt), "dcp"
-    (a folder, with names as torch's get_state_dict gives them). shard_bytes: of a file of safetensors. rename: regular
-    expressions that match whole names of the model's tensors, and what they are called in the target (\\1 is a group).
-    step: of the checkpoint, where the source does not say it. vocabulary: rows to keep of what the source pads to more
-    (Megatron-LM does); by default what config says, else all.
-    Returns what was written, and what the form has no place for, or the source has in a way that is not read. Raises
-    CheckpointError for what cannot be read, is damaged, or is there already.
+        or DeepSpeed (ZeRO 1 and 2).
+    target: a new file or folder; of to="whale" a run_dir.
+    to: "whale", "safetensors" (a file, or a folder), "hf" (a folder for from_pretrained), "torch" (a file with the
+        model's state_dict, or a folder with model.pt, optimizer.pt and extra.pt) or "dcp" (a folder, with names as
+        torch's get_state_dict gives them).
+    shard_bytes: most of a file of safetensors, in bytes.
+    config: of to="hf", a file or folder whose config and tokenizer go along; by default those beside the source.
+    rename: regular expressions that match whole names of the model's tensors, and what they are called in the target
+        (\\1 is a group).
+    step: of the checkpoint, where the source does not say it.
+    vocabulary: rows to keep of what the source pads to more (Megatron-LM does); by default what config says, else all.
+
+    Returns what was written, and what the form has no place for, or the source has in a way that is not read.
+    Raises CheckpointError for what cannot be read, is damaged, or is there already.
     """
     if to not in get_args(Form):
         raise CheckpointError(f"to={to!r} is no form.", fix=f"one of {', '.join(get_args(Form))}")

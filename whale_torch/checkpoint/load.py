@@ -63,19 +63,27 @@ def load(
 ) -> Loaded:
     """Loads a checkpoint of wh.save into a model, an optimizer and whatever has a load_state_dict, of any plan.
 
-    path: a run_dir, of which `step`, what `tag` names or the latest is taken, or one step's folder. Every rank calls
-    it and reads what it holds. All that is read is checked before anything changes. optimizer, states: as in wh.save;
-    what is not given is not read. Of an optimizer's options those that say how it computes (foreach, fused, capturable)
-    stay its own.
-    only: regular expressions of the names (of parameters, buffers and modules, with all that is in those) that are
-    loaded, with their optimizer's state; the rest stays as it is. assign: {pattern: source}: what a pattern matches is
-    loaded from another name of the checkpoint, in which \\1 is the pattern's first group; many may come from one.
-    missing_ok: names that the checkpoint lacks keep their values. unexpected_ok: names that the model lacks are left
-    out. dtype: "cast" takes the model's floating-point dtypes where the checkpoint's are others. rng: whether random
-    states are restored; by default where an optimizer is loaded. progress: whether the first rank shows a bar of what
-    it checks and reads, where that takes long; by default on a terminal.
-    Raises CheckpointError, on all ranks, for what is damaged, and where names, shapes or dtypes are not the model's; it
-    says whether nothing was changed, or values have been partly replaced, as where a disk breaks behind the check.
+    Every rank calls it with the same arguments and reads what it holds. All that is read is checked before anything
+    changes. What is not given is not read.
+
+    path: a run_dir, or one step's folder.
+    model, optimizer, states: as in wh.save. Options of an optimizer that say how it computes (foreach, fused,
+        capturable) stay its own.
+    step, tag: which checkpoint of a run_dir; by default the latest.
+    only: regular expressions for the names (of parameters, buffers, and modules with all that is in them) that are
+        loaded, with their optimizer's state; the rest stays as it is.
+    assign: {pattern: source}: what a pattern matches is loaded from another name of the checkpoint, in which \\1 is the
+        pattern's first group; many may come from one.
+    missing_ok: whether names that the checkpoint lacks keep their values; by default they are an error.
+    unexpected_ok: whether names that the model lacks are left out; by default they are an error.
+    dtype: "cast" takes the model's floating-point dtypes where the checkpoint's are others.
+    rng: whether random states are restored; by default where an optimizer is loaded.
+    progress: whether the first rank shows a bar, where checking and reading take long; by default on a terminal.
+    files: another way to the file system, as tests have it.
+
+    Returns the step, extra, and what was missing or unexpected (Loaded).
+    Raises CheckpointError, on all ranks, for what is damaged, and where names, shapes or dtypes are not the model's. It
+    says whether nothing was changed or values were partly replaced, as where a disk breaks after the check.
     """
     finish()
     files = Files() if files is None else files

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -107,6 +107,8 @@ def before_save(if_busy: IfBusy) -> None:
 
     Raises CheckpointError where it failed and nobody has been told, and where it is to be raised that it goes on.
     """
+    if if_busy not in get_args(IfBusy):
+        raise CheckpointError(f"if_busy is {if_busy!r}.", fix='"wait" or "raise"')
     if if_busy not in ("wait", "raise"):
         raise CheckpointError(f"if_busy is {if_busy!r}.", fix='"wait" or "raise"')
     pending = _latest.pending

@@ -90,24 +90,33 @@ def save(
 ) -> Path | Pending:
     """Writes a checkpoint, run_dir/step-<step>, that any plan, world size or plain process can load.
 
-    Every rank calls it; each writes a part of what it holds, and of what several hold one of them. optimizer: one, or
-    several by names. extra: plain data and tensors, of which rank 0's are written. rng: whether the random states of
-    the ranks are. states: by a name of yours, anything with state_dict and load_state_dict: schedulers, scalers,
-    samplers; further modules (averages of weights) and their optimizers. What differs between ranks is kept of each.
-    Gradients are no part of it: save behind optimizer.step().
-    A checkpoint is there once it is complete: what is interrupted leaves the ones before as they were.
-    Returns the folder.
-    tag: a name for it ("best"), taken from the checkpoint that had it. keep_last: once it is complete, checkpoints of
-    earlier steps are removed but for the last keep_last - 1, tagged ones and those that a job is reading.
-    wait=False: training goes on while a thread writes, and a Pending is returned, with wait(), done() and path. The
-    values are those of this call, whatever optimizers do meanwhile: a step copies what has not been written, at most
-    staging_bytes at a time (default: all that this rank writes), and waits for the rest. What no optimizer changes
-    (buffers, extra, states) is copied at once. What else changes parameters fails the save. A failure is raised by
-    wait(), else by the next save, else the process ends with it. if_busy: whether a save waits for the one before to
-    end, or raises.
-    progress: whether the first rank shows a bar of what it writes, where that takes long; by default on a terminal,
-    unless in the background.
-    Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a rank fails to.
+    Every rank calls it with the same arguments and writes a part of what it holds; of what several hold, one of them
+    writes. A checkpoint is there once it is complete: a save that fails or is killed leaves those before as they were.
+    Gradients are no part of it: save after optimizer.step().
+
+    run_dir: the folder of a run, on a file system that all ranks share; made where it is not there.
+    step: a whole number, 0 or more; a run_dir has one checkpoint of each.
+    model: parallelized or not; parameters, buffers and extra states go by the names that they have in one process.
+    optimizer: one, or several by names; its state goes by the names of the model's parameters.
+    extra: plain data and tensors, of which rank 0's are written.
+    rng: whether the random states of the ranks are written.
+    tag: a name for the checkpoint ("best"), taken from the one that had it.
+    keep_last: once this one is complete, checkpoints of earlier steps are removed, except for the last keep_last - 1,
+        tagged ones and those that a job is reading.
+    wait: False lets training go on while a thread writes the values of this call. What no optimizer changes (buffers,
+        extra, states) is copied at once, and the rest, as far as it is not written yet, before an optimizer's step
+        changes it. A change by anything else fails the save. A failure is raised by Pending.wait(), else by the next
+        save, else it ends the process.
+    staging_bytes: most of those copies at a time on this rank, by default all that it writes; a step waits for others.
+    if_busy: whether this save waits for one in the background to end, or raises.
+    progress: whether the first rank shows a bar, where writing takes long; by default on a terminal, unless in the
+        background.
+    files: another way to the file system, as tests have it.
+    states: by names of yours, whatever has state_dict and load_state_dict: schedulers, scalers, samplers; further
+        modules (averages of weights) and their optimizers. What differs between ranks is kept of each.
+
+    Returns the checkpoint's folder; with wait=False a Pending, which has wait(), done() and path.
+    Raises CheckpointError, on all ranks, where the step exists, a state cannot be written, or a rank fails.
     """
     model, states = unwrapped(model), {name: unwrapped(state) for name, state in states.items()}
     mesh = mesh_among(model, states)
