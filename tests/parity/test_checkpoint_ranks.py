@@ -371,3 +371,29 @@ def test_assigned_names_are_cut(tmp_path: Path) -> None:
         model.tail.weight += 1
     wh.save(tmp_path, step=0, model=model)
     assert world(2, _one_from_many, str(tmp_path)) == [True, True]
+
+
+def _part_of_many(rank: int, n: int, path: str) -> bool:
+    """Each rank holds some rows of a slice of what was one tensor."""
+    model: Any = wh.parallelize(build("own"))
+    optimizer = torch.optim.Adam(model.parameters())
+    wh.load(path, model=model, optimizer=optimizer, assign={"head": "stack[5:16]"}, rng=False)
+    head = wh.full_state_dict(model)["head.weight"]
+    moment = optimizer.state[model.head.weight]["exp_avg"]
+    return torch.equal(head, torch.load(Path(path) / "expected")) and torch.equal(moment * 10, model.head.weight)
+
+
+def test_slices_are_cut(tmp_path: Path) -> None:
+    model: Any = build("replica", seed=2)
+    model.stack, head = nn.Linear(model.head.in_features, 20), model.head
+    del model.head
+    optimizer = torch.optim.Adam(model.parameters())
+    for p in model.parameters():
+        p.grad = p.detach().clone()
+    optimizer.step()  # whose first moment is a tenth of the gradient
+    with torch.no_grad():
+        model.stack.weight.copy_(optimizer.state[model.stack.weight]["exp_avg"] * 10)
+    wh.save(tmp_path, step=0, model=model, optimizer=optimizer)
+    torch.save(model.stack.weight.detach()[5:16].clone(), tmp_path / "expected")
+    assert head.weight.shape == (11, 8)
+    assert world(2, _part_of_many, str(tmp_path)) == [True, True]

@@ -582,6 +582,40 @@ def test_many_are_loaded_from_one(tmp_path: Path) -> None:
         wh.load(tmp_path, model=other, assign={r"layers\.(\d)": r"layers.\2"})
 
 
+class Projections(nn.Module):
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(4, 6 if len(names) == 3 else 18))
+        self.experts = nn.Parameter(torch.randn(3, 4, 5) if len(names) == 1 else torch.randn(4, 5))
+
+
+def test_slices_of_one_are_loaded(tmp_path: Path) -> None:
+    model, other = Projections("a"), Projections("qkv")
+    optimizer, again = (torch.optim.Adam(one.parameters()) for one in (model, other))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    wh.save(tmp_path, step=0, model=model, optimizer=optimizer)
+    assign = {"q": "a[0:6]", "k": "a[6:12]", r"v\.(.*)": r"a.\1[12:]", "experts": "experts[1, :]"}
+    wh.load(tmp_path, model=other, optimizer=again, assign=assign)
+    for number, name in enumerate("qkv"):
+        for one, whole in zip(getattr(other, name).parameters(), model.a.parameters(), strict=True):
+            assert torch.equal(one, whole[6 * number : 6 * number + 6])
+            for kind in ("exp_avg", "exp_avg_sq"):
+                expected = optimizer.state[whole][kind][6 * number : 6 * number + 6]
+                assert torch.equal(again.state[one][kind], expected)
+            assert again.state[one]["step"] == 1
+    assert torch.equal(other.experts, model.experts[1])
+    assert torch.equal(again.state[other.experts]["exp_avg"], optimizer.state[model.experts]["exp_avg"][1])
+    for wrong, text in {
+        "a[0:7]": r"q.weight has shape \(7, 4\), the model \(6, 4\)", "a[13:19]": r"no part \[13:19\]",
+        "a[0:6:2]": "ends in no slice", "a[0:6,:,:]": "has no part", "a[99]": "has no part",
+    }.items():  # fmt: skip
+        with pytest.raises(CheckpointError, match=text):
+            wh.load(tmp_path, model=other, assign=assign | {"q": wrong})
+
+
 def test_a_model_that_has_more_is_loaded_without_its_optimizer(tmp_path: Path) -> None:
     model = _net()
     wh.save(tmp_path, step=0, model=model)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from whale_torch.checkpoint.slices import Slice, split_slice
 from whale_torch.errors import CheckpointError
 from whale_torch.names import outward
 
@@ -20,8 +21,8 @@ MOST = 5
 @dataclass
 class Choice:
     """only: regular expressions of the names that are loaded, None for all. assign: from such a pattern to the name it
-    is loaded from, where \\1 stands for its first group. A pattern matches names as a whole; one that matches a module
-    takes along what is in it.
+    is loaded from, where \\1 stands for its first group and a slice may stand behind. A pattern matches names as a
+    whole; one that matches a module takes along what is in it.
     """
 
     only: Sequence[str] | None = None
@@ -48,13 +49,14 @@ class Choice:
     def takes(self, name: str) -> bool:
         return self.only is None or any(_matched(pattern, name) for pattern in self.only)
 
-    def source(self, name: str) -> str | None:
-        """The name it is assigned from, None where none is."""
+    def source(self, name: str) -> tuple[str, Slice | None] | None:
+        """The name it is assigned from and the part of that, None where it is assigned from none."""
         for pattern, source in self.assign.items():
             found = _matched(pattern, name)
             if found:
                 try:
-                    return found.expand(source) + name[found.end() :]
+                    outer, part = split_slice(found.expand(source))
+                    return outer + name[found.end() :], part
                 except (re.error, IndexError) as error:
                     raise CheckpointError(
                         f"assign: {source!r} does not follow from {pattern!r}: {error}.", fix="groups are \\1, \\2, ..."

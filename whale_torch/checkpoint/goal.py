@@ -15,6 +15,7 @@ from whale_torch.checkpoint.moments import Moments
 from whale_torch.checkpoint.random_states import check_random_state, feed_of, restore, state_for
 from whale_torch.checkpoint.ranks import Ranks
 from whale_torch.checkpoint.reader import Wanted
+from whale_torch.checkpoint.slices import Slice
 from whale_torch.checkpoint.values import decode, tensors_in
 from whale_torch.errors import CheckpointError
 
@@ -106,7 +107,7 @@ class Goal:
         for key, keys in names.items():
             if not any(choice.takes(one.removeprefix(prefix)) for one in keys):
                 continue
-            sources = self._sources(prefix, keys, stored, choice)
+            sources, part = self._sources(prefix, keys, stored, choice)
             used |= {*keys, *sources}
             if not sources:
                 missing.append(key.removeprefix(prefix))
@@ -116,7 +117,7 @@ class Goal:
                 self.take_value(sources[0])
                 self._of_module.setdefault(prefix, []).append((key, sources[0]))
             else:
-                faults.append(self._add_tensor(prefix, inventory.tensors[key], sources, choice))
+                faults.append(self._add_tensor(prefix, inventory.tensors[key], sources, part, choice))
         unexpected = [] if choice.only is not None else [k.removeprefix(prefix) for k in stored - used]
         self.missing += missing
         self.unexpected += unexpected
@@ -127,11 +128,14 @@ class Goal:
             faults.append(listed("unexpected", unexpected, mine))
         self._refuse(module, [fault for fault in faults if fault])
 
-    def _sources(self, prefix: str, keys: list[str], stored: set[str], choice: Choice) -> list[str]:
-        """Stored keys of what one tensor of the model is loaded from."""
+    def _sources(
+        self, prefix: str, keys: list[str], stored: set[str], choice: Choice
+    ) -> tuple[list[str], Slice | None]:
+        """Stored keys of what one tensor of the model is loaded from, and the part of it."""
         for key in keys:
-            source = choice.source(key.removeprefix(prefix))
-            if source is not None:
+            assigned = choice.source(key.removeprefix(prefix))
+            if assigned is not None:
+                source, part = assigned
                 if prefix + source not in stored:
                     found = listed("has no", [source], [one.removeprefix(prefix) for one in stored])
                     raise CheckpointError(
@@ -139,10 +143,10 @@ class Goal:
                         f"{found}.",
                         fix="give a name of the checkpoint: python -m whale_torch inspect lists them",
                     )
-                return [prefix + source]
-        return [key for key in keys if key in stored]
+                return [prefix + source], part
+        return [key for key in keys if key in stored], None
 
-    def _add_tensor(self, prefix: str, held: Held, sources: list[str], choice: Choice) -> str:
+    def _add_tensor(self, prefix: str, held: Held, sources: list[str], part: Slice | None, choice: Choice) -> str:
         """What keeps it from being loaded, "" for nothing."""
         name = held.key.removeprefix(prefix)
         of = sorted({self._index.ties.get(key, key) for key in sources})
@@ -152,13 +156,14 @@ class Goal:
         found = self.stored(sources[0])
         if found is None:
             return f"{name} is no tensor in the checkpoint"
-        if held.shape != tuple(found.shape):
-            return f"{name} has shape {tuple(found.shape)}, the model {held.shape}"
+        shape = tuple(found.shape) if part is None else part.shape(found.shape)
+        if held.shape != shape:
+            return f"{name} has shape {shape}, the model {held.shape}"
         if dtype_name(held.dtype) != found.dtype and not (choice.dtype == "cast" and _can_cast(found, held.dtype)):
             return f"{name} is {found.dtype}, the model's {dtype_name(held.dtype)}"
         if held.values is not None and _is_expanded(held.values):
             return f"elements of {name} share memory in the model, which was expanded: clone() it"
-        self.wanted.append(Wanted(held.key, found, held))
+        self.wanted.append(Wanted(held.key, found, held if part is None else part.of_whole(held, found.shape)))
         return ""
 
     def _refuse(self, module: nn.Module, faults: list[str]) -> None:

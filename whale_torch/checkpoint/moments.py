@@ -14,6 +14,7 @@ from whale_torch.checkpoint.choice import listed
 from whale_torch.checkpoint.index import StoredTensor
 from whale_torch.checkpoint.inventory import held_of_place, name_of
 from whale_torch.checkpoint.reader import Wanted
+from whale_torch.checkpoint.slices import Slice
 from whale_torch.checkpoint.structure import is_group
 from whale_torch.comm.registry import place_of
 from whale_torch.errors import CheckpointError
@@ -57,10 +58,10 @@ class Moments:
                 name = name_of(p, self._names, self._optimizer)
                 if not goal.choice.takes(name):
                     continue
-                source = goal.choice.source(name) or name
+                source, part = goal.choice.source(name) or (name, None)
                 if source in trained:
                     self._sources[p] = source
-                    self._states[p] = self._state_of(group, p, keys.get(source, []))
+                    self._states[p] = self._state_of(group, p, keys.get(source, []), part)
                 elif p.requires_grad:
                     missing.append(name)
             self._check_group(groups, [trained[self._sources[p]] for p in group["params"] if p in self._sources])
@@ -93,12 +94,14 @@ class Moments:
                 fix="build the optimizer's groups as they were saved",
             )
 
-    def _state_of(self, group: Mapping[str, Any], p: Tensor, keys: list[str]) -> dict[str, Any]:
+    def _state_of(self, group: Mapping[str, Any], p: Tensor, keys: list[str], part: Slice | None) -> dict[str, Any]:
         goal, place = self._goal, place_of(p)
         state: dict[str, Any] = {}
         if place is not None and not place.held:
             return state
         shape = tuple(p.shape) if place is None or place.shard is None else place.shard.shape
+        if part is not None and (source := goal.stored(f"model/{self._sources[p]}")) is not None:
+            shape = tuple(source.shape)
         for key in keys:
             name = key.rpartition("/")[2]
             stored = goal.index.tensors.get(key)
@@ -109,6 +112,8 @@ class Moments:
             like = tuple(stored.shape) == shape and bool(shape)
             state[name] = self._memory(group, p, name, stored, like=like)
             held = held_of_place(key, state[name], place if like else None)
+            if like and part is not None:
+                held = part.of_whole(held, shape)
             in_use = state[name] is self._optimizer.state.get(p, {}).get(name)
             (goal.wanted if in_use else goal.fresh).append(Wanted(key, stored, held))
         return state
