@@ -1,4 +1,4 @@
-"""What a load needs beside the memory that values go to: one chunk, whatever that memory looks like."""
+"""What a save or a load needs beside the memory of the values: one chunk, whatever that memory looks like."""
 
 from __future__ import annotations
 
@@ -57,6 +57,38 @@ assert torch.equal(model.weight.detach().float(), expected.to(model.weight.dtype
 """
 
 
+_SAVE = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+import whale_torch as wh
+
+def resident(field):
+    return int(next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(field)).split()[1])
+
+def module(value):
+    made = nn.Module()
+    made.weight = nn.Parameter(value)
+    return made
+
+path, what = sys.argv[1:]
+wh.save(path, step=0, model=module(torch.ones(2000, 1000).t()))  # what is imported late
+rows, columns = 12800, 4096
+made = {
+    "as it is": lambda: torch.ones(rows, columns),
+    "turned": lambda: torch.ones(columns, rows).t(),
+    "every second": lambda: torch.ones(rows, 2 * columns, dtype=torch.float16)[:, ::2],
+    "one row": lambda: torch.ones(1, rows * columns),
+}[what]()
+model = module(made)
+Path("/proc/self/clear_refs").write_text("5")
+before = resident("VmRSS")
+wh.save(path, step=1, model=model)
+print(1024 * (resident("VmHWM") - before))
+"""
+
+
 def _module(value: torch.Tensor) -> nn.Module:
     made = nn.Module()
     made.weight = nn.Parameter(value)
@@ -79,6 +111,14 @@ def test_a_load_needs_a_chunk(what: str, large: tuple[Path, Path]) -> None:
     command = [sys.executable, "-c", _LOAD, str(large[0]), str(large[1]), what]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     assert int(done.stdout) < ALLOWED, f"{int(done.stdout) / 1e6:.1f} MB beyond what is loaded"
+
+
+@pytest.mark.parametrize("what", ["as it is", "turned", "every second", "one row"])
+@pytest.mark.matrix(keep=1)
+def test_a_save_needs_a_chunk(what: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SAVE, str(tmp_path), what]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert int(done.stdout) < ALLOWED, f"{int(done.stdout) / 1e6:.1f} MB beyond what is saved"
 
 
 class _Counted(Files):
