@@ -716,10 +716,10 @@ def test_a_default_device_is_for_others(tmp_path: Path) -> None:
     assert _step(model, optimizer, 1) == _step(other, again, 1)
 
 
-def test_what_is_made_of_other_tensors_is_refused(tmp_path: Path) -> None:
+def test_what_has_no_memory_of_its_own_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("pair", TwoTensor(torch.ones(2), torch.ones(2)))
-    with pytest.raises(CheckpointError, match="'model/pair' is a TwoTensor, which is made of other tensors"):
+    with pytest.raises(CheckpointError, match="'model/pair' is a TwoTensor, which has no memory of its own"):
         wh.save(tmp_path, step=0, model=model)
 
 
@@ -751,3 +751,13 @@ def test_what_is_around_a_parallelized_model_is_refused(tmp_path: Path) -> None:
     for call in (lambda: wh.save(tmp_path, step=0, model=model), lambda: wh.load(tmp_path, model=model)):
         with pytest.raises(CheckpointError, match="Sequential is around a parallelized model"):
             call()
+
+
+def test_groups_do_not_share_their_options(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    wh.save(tmp_path, step=0, model=model, optimizer=torch.optim.SGD([{"params": model.parameters(), "own": {"a": 1}}]))
+    again = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}])
+    wh.load(tmp_path, model=model, optimizer=again)
+    first, second = (group["own"] for group in again.param_groups)
+    first["a"] = 2
+    assert second == {"a": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -157,7 +158,7 @@ class Moments:
                 if key not in _HOW:
                     before = group.get(key)
                     on = before.device if isinstance(before, Tensor) and isinstance(value, Tensor) else None
-                    group[key] = value.clone() if on is None and isinstance(value, Tensor) else value
+                    group[key] = value.clone() if on is None and isinstance(value, Tensor) else copy.deepcopy(value)
                     if on is not None:
                         group[key] = value.to(on, copy=True)
 

@@ -76,9 +76,11 @@ def not_dense(value: Tensor) -> str | None:
         return "on the meta device, without values"
     if value.is_quantized or value.is_nested:
         return "quantized" if value.is_quantized else "nested"
-    if hasattr(value, "__tensor_flatten__"):
-        return f"a {type(value).__name__}, which is made of other tensors"
-    return None if value.layout is torch.strided else f"{value.layout}, not dense"
+    if value.layout is not torch.strided:
+        return f"{value.layout}, not dense"
+    if type(value.detach().as_subclass(Tensor)) is not Tensor:
+        return f"a {type(value).__name__}, which has no memory of its own"
+    return None
 
 
 def _nest(value: Any, path: str, tensors: dict[str, Tensor], around: set[int]) -> Any:
