@@ -203,7 +203,7 @@ class BatchSampler(Positioned, Sampler[list[int]]):
         return {"epoch": self.epoch, "consumed": consumed, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets the next iterator go on behind what was consumed.
+        """Lets the next iterator go on after what was consumed.
 
         Raises CheckpointError where the order of samples is another: length, shuffle or seed differ.
         """
@@ -286,7 +286,7 @@ class PaddedSampler(Positioned, DistributedSampler[Any]):
         return {"epoch": self.epoch, "consumed": consumed, "set": self._set, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Lets the next iterator go on behind what was consumed, at the beginning of the next epoch if that was all.
+        """Lets the next iterator go on after what was consumed, at the beginning of the next epoch if that was all.
 
         Raises CheckpointError where the order of samples is another: length, shuffle or seed differ.
         """

@@ -64,7 +64,7 @@ class Positioned:
         raise NotImplementedError
 
     def _consumed(self, handed: int | None) -> int | None:
-        """Samples of all feeds behind which the epoch goes on, None where a DataLoader has read ahead.
+        """Samples of all feeds after which the epoch goes on, None where a DataLoader has read ahead.
 
         handed: how much of what the last iterator handed out counts; by default what is known.
         """
@@ -102,7 +102,7 @@ class Positioned:
 
     def counted(self, loader: Iterable[Batch]) -> Counted[Batch]:
         """The loader, whose batches are counted as the loop takes them: what state_dict() tells then, inside the loop
-        and behind it, however far workers have read ahead. The batch that the loop is at counts as trained on.
+        and after it, however far workers have read ahead. The batch that the loop is at counts as trained on.
 
             for x, y in batches.counted(loader):
         """

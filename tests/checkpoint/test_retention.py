@@ -263,6 +263,17 @@ class _Dies(Files):
         raise OSError(errno.EIO, "killed")
 
 
+def test_what_is_about_to_go_is_not_verified(tmp_path: Path) -> None:
+    for step in (1, 2):
+        folder = save(tmp_path, step=step, model=nn.Linear(2, 2))
+    files = Files()
+    fd = files.lock(folder / "index.json")  # as of the job that removes it
+    assert fd is not None
+    assert [one.name for one in verify(tmp_path).folders] == ["step-00000001"]
+    files.unlock(fd)
+    assert len(verify(tmp_path).folders) == 2
+
+
 def test_a_tag_whose_checkpoint_never_came_names_the_one_before(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     save(tmp_path, step=1, model=model, tag="best")

@@ -20,6 +20,7 @@ class Box:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
+        """All of a tensor."""
         return Box((0,) * len(shape), tuple(shape))
 
     @staticmethod

@@ -21,7 +21,7 @@ MOST = 5
 @dataclass
 class Choice:
     """only: regular expressions of the names that are loaded, None for all. assign: from such a pattern to the name it
-    is loaded from, where \\1 stands for its first group and a slice may stand behind. A pattern matches names as a
+    is loaded from, where \\1 stands for its first group and a slice may follow. A pattern matches names as a
     whole; one that matches a module takes along what is in it.
     """
 

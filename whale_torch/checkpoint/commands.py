@@ -22,6 +22,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Adds verify, inspect, diff and convert to a parser; what is chosen is `command`."""
     commands = parser.add_subparsers(dest="command", metavar="{verify,inspect,diff,convert}")
     place = "a run_dir of wh.save, or one step's folder"
     one = commands.add_parser(

@@ -44,6 +44,7 @@ BY_RANK, FEEDS, RNG = "by_rank", "feeds", "rng"
 
 
 def key_of_rank(key: str, rank: int) -> str:
+    """The key of one rank's value, of those that are kept of each."""
     return f"ranks/{rank}/{key}"
 
 
@@ -183,7 +184,7 @@ def _check_no_step_has_begun(module: nn.Module) -> None:
         raise CheckpointError(
             "gradients of a step that has begun (backwards inside wh.no_sync) are no part of a checkpoint and would be "
             "lost.",
-            fix="save behind optimizer.step(), or give them up: optimizer.zero_grad()",
+            fix="save after optimizer.step(), or give them up: optimizer.zero_grad()",
         )
 
 
@@ -204,7 +205,7 @@ def settled(contents: Contents, ranks: Ranks, what: str) -> Inventory:
                     raise CheckpointError(
                         f"'{key.rpartition('/')[2]}' differs between ranks: on rank 0 it is {text}, on rank {rank} "
                         f"{alike[key]}.",
-                        fix="build it alike on all ranks and save behind the same step; a position is that of all",
+                        fix="build it alike on all ranks and save after the same step; a position is that of all",
                     )
         contents.add_states(differ, ranks)
 

@@ -127,6 +127,7 @@ def _write(files: Files, path: Path, named: Sequence[tuple[str, str]]) -> None:
 
 
 def is_temporary_pointer(name: str) -> bool:
+    """Whether a file's name is that of a pointer which is being written."""
     return _TEMPORARY_POINTER.fullmatch(name) is not None
 
 

@@ -65,12 +65,15 @@ def chunks_of(key: str, piece: Piece, itemsize: int) -> Iterator[Chunk]:
 
 @dataclass(slots=True)
 class StoredTensor:
+    """A tensor of a checkpoint: dtype by torch's name, shape of the whole, and the pieces that make it up."""
+
     dtype: str
     shape: tuple[int, ...]
     pieces: list[Piece] = field(default_factory=list)
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Raises CheckpointError for one that this torch does not know."""
         found = getattr(torch, self.dtype, None)
         if not isinstance(found, torch.dtype):
             raise CheckpointError(f"a tensor has dtype '{self.dtype}', which this torch does not know.")
@@ -136,4 +139,5 @@ class Index:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """As an index writes it: "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -158,6 +158,7 @@ def _alive(files: Files, folder: Path, locked: contextlib.ExitStack) -> bool | N
 
 @contextlib.contextmanager
 def without_locks_go_on() -> Iterator[None]:
+    """Leaves a lock out where the file system has none."""
     try:
         yield
     except OSError as error:

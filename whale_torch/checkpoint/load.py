@@ -73,7 +73,7 @@ def load(
     only: regular expressions for the names (of parameters, buffers, and modules with all that is in them) that are
         loaded, with their optimizer's state; the rest stays as it is.
     assign: {pattern: source}: what a pattern matches is loaded from another name of the checkpoint, in which \\1 is the
-        pattern's first group; many may come from one. A slice may stand behind it ("qkv[0:64]", "experts[3]"), of the
+        pattern's first group; many may come from one. A slice may follow it ("qkv[0:64]", "experts[3]"), of the
         first dims of each tensor.
     missing_ok: whether names that the checkpoint lacks keep their values; by default they are an error.
     unexpected_ok: whether names that the model lacks are left out; by default they are an error.

@@ -64,7 +64,7 @@ def bytes_of(values: Tensor) -> memoryview:
 
 
 def blocks_of(item: Item) -> Iterator[Tensor]:
-    """Its values in their order, in blocks: a chunk where they lie side by side; a quarter elsewhere, which is copied."""
+    """Its values in order, in blocks: a chunk where they lie side by side; a quarter elsewhere, as these are copied."""
     values = item.values
     if values.is_contiguous():
         yield from values.reshape(-1).split(max(1, CHUNK_BYTES // values.element_size()))

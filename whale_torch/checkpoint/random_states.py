@@ -23,6 +23,7 @@ Feed = tuple[int, int]
 
 
 def feed_of(model: nn.Module | None) -> Feed:
+    """This rank's feed in the plan of a model; the only one where it is not parallelized."""
     runtime = None if model is None else model.__dict__.get(KEY)
     if not isinstance(runtime, Runtime):
         return 0, 1

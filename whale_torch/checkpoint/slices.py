@@ -67,7 +67,7 @@ def _moved(box: Box, by: Sequence[int]) -> Box:
 
 
 def split_slice(source: str) -> tuple[str, Slice | None]:
-    """The name, and the slice that stands behind it, None for none. Raises CheckpointError for one of another form."""
+    """The name, and the slice that follows it, None for none. Raises CheckpointError for one of another form."""
     found = _SLICE.fullmatch(source)
     if found is None:
         return source, None

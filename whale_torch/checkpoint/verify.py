@@ -50,7 +50,7 @@ def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: i
     with ThreadPoolExecutor(found.threads) as threads:
         for folder in folders:
             with held(files, folder) as there:
-                if not there and not files.exists(folder):  # a job has removed it
+                if not there and (files.exists(folder / INDEX) or not files.exists(folder)):  # a job removes it
                     continue
                 found.folders.append(folder)
                 with _noting(found):

@@ -35,6 +35,7 @@ _CLASSES = restricted("torch.distributed.checkpoint.metadata", "torch.distribute
 
 
 def is_dcp(path: Path) -> bool:
+    """Whether a folder is one of torch.distributed.checkpoint."""
     return (path / _METADATA).is_file()
 
 

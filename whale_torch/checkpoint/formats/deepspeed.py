@@ -35,6 +35,7 @@ Shape = tuple[int, ...]
 
 
 def is_deepspeed(path: Path) -> bool:
+    """Whether a folder is one of DeepSpeed, of one step or several."""
     return any(any(path.glob(one)) for one in (f"global_step*/{_MODEL}", "*_model_states.pt", "zero/*/fp32.pt")) or any(
         path.glob("*/zero/*/fp32.pt")
     )

@@ -36,6 +36,7 @@ class Entry(ABC):
         """Reads a box of it into a contiguous CPU tensor of the box's size and its own dtype."""
 
     def read(self, box: Box | None = None) -> Tensor:
+        """A box of it, or all, in memory of its own."""
         box = Box.whole(self.shape) if box is None else box
         found = torch.empty(box.size, dtype=self.dtype)
         if box.numel:

@@ -101,6 +101,7 @@ def read_torch_file(path: Path) -> Source:
 
 
 def is_torch_folder(path: Path) -> bool:
+    """Whether a folder holds files of torch.save under names that are known here."""
     return any((path / name).is_file() for name in (MODEL, _BIN, _BIN_INDEX))
 
 

@@ -29,11 +29,13 @@ class Unread(Tensor):
 
     @staticmethod
     def of(entry: Entry) -> Unread:
+        """All of an entry."""
         whole = Box.whole(entry.shape)
         return Unread.laid_out(entry, ((whole, whole),), entry.shape)
 
     @staticmethod
     def laid_out(entry: Entry, boxes: Boxes, shape: Sequence[int]) -> Unread:
+        """Boxes of an entry as a tensor of another shape; boxes: of the entry, and where each lies in that."""
         made: Unread = torch.empty(tuple(shape), dtype=entry.dtype, device="meta").as_subclass(Unread)
         made._entry, made._boxes, made._shape = entry, tuple(boxes), tuple(shape)
         return made
