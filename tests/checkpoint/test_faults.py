@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -235,3 +237,27 @@ def test_a_file_that_goes_behind_the_check_is_told_with_what_it_left(tmp_path: P
     first, second = world(2, _removed, tmp_path)
     assert first == second and first is not None
     assert "failed on rank" in first and "is missing" in first and "Values have been partly replaced." in first
+
+
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize("wait", [True, False])
+def test_no_failure_leaves_a_descriptor_or_a_thread(wait: bool, tmp_path: Path) -> None:
+    model, optimizer = plain()
+    save(tmp_path / "good", step=0, model=model, optimizer=optimizer)
+
+    def once(number: int, files: Files) -> None:
+        def run() -> None:
+            made = save(tmp_path / str(number), step=1, model=model, optimizer=optimizer, files=files, wait=wait)
+            if not isinstance(made, Path):
+                made.wait()
+
+        said(run)
+        said(lambda: load(tmp_path / "good", model=model, optimizer=optimizer, files=files))
+
+    seen = Watched()
+    once(0, seen)
+    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    for at in range(len(seen.ops)):
+        once(at + 1, Failing(at))
+    gc.collect()
+    assert (len(list(Path("/proc/self/fd").iterdir())), threading.active_count()) == before
