@@ -97,7 +97,7 @@ def foreign_errors(rank: int, n: int, folder: str) -> list[tuple[str, bool]]:
     torch.save(nn.Sequential(nn.Linear(4, 6), head).state_dict(), f"{folder}/here{rank}.pt")
     cases: list[tuple[str, dict[str, Any], type[WhaleError], str]] = [
         ("cpu", {"weights": f"{folder}/here0.pt" if rank == 0 else "/nowhere.pt"}, CheckpointError,
-         "rank 1 was refused, and not every rank with it: FileNotFoundError: .*nowhere.pt"),
+         "rank 1 was refused, and not every rank with it: /nowhere.pt is not there"),
         ("cpu", {"weights": f"{folder}"}, CheckpointError, "IsADirectoryError"),
         ("meta", {"init_fn": fails_late}, PlanError,
          "rank 1 was refused, and not every rank with it: OSError: no values for this layer"),

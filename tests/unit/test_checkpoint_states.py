@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -761,3 +762,32 @@ def test_groups_do_not_share_their_options(tmp_path: Path) -> None:
     first, second = (group["own"] for group in again.param_groups)
     first["a"] = 2
     assert second == {"a": 1}
+
+
+class _Collects:
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def state_dict(self) -> dict[str, int]:
+        self.seen.append(gc.isenabled())
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen.append(gc.isenabled())
+
+
+def test_garbage_is_collected_again_behind_a_save_and_a_load(tmp_path: Path) -> None:
+    state = _Collects()
+    wh.save(tmp_path, step=0, state=state)
+    assert gc.isenabled()
+    wh.load(tmp_path, state=state)
+    assert gc.isenabled() and state.seen == [False, False]
+    with pytest.raises(CheckpointError):
+        wh.save(tmp_path, step=0, state=state)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        wh.load(tmp_path, state=state)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

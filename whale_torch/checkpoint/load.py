@@ -16,6 +16,7 @@ from whale_torch.checkpoint.choice import Choice
 from whale_torch.checkpoint.contents import Optimizers, mesh_among, names_of, parts_of, unwrapped
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import read_index
+from whale_torch.checkpoint.garbage import collection_paused
 from whale_torch.checkpoint.goal import Goal
 from whale_torch.checkpoint.pending import finish
 from whale_torch.checkpoint.progress import check_progress, shown
@@ -90,7 +91,7 @@ def load(
     files = Files() if files is None else files
     model, states = unwrapped(model), {name: unwrapped(state) for name, state in states.items()}
     ranks = Ranks(mesh_among(model, states))
-    with contextlib.ExitStack() as at_end:
+    with collection_paused(), contextlib.ExitStack() as at_end:
         if torch.is_inference_mode_enabled():
             at_end.enter_context(torch.inference_mode(False))  # an optimizer's state that is made here is trained
 

@@ -16,6 +16,7 @@ from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, names_of, parts_of, settled, unwrapped
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import LATEST, folder_of, make_run_dir, tag_pointer, temporary, whole_step
+from whale_torch.checkpoint.garbage import collection_paused
 from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredFile, StoredTensor, dtype_name
 from whale_torch.checkpoint.inventory import Held, Inventory
 from whale_torch.checkpoint.jobs import Claim
@@ -131,7 +132,7 @@ def save(
     def contents() -> Contents:
         return Contents(parts_of(model, optimizer, states), extra or {}, rng=rng, first=ranks.index == 0)
 
-    with contextlib.ExitStack() as at_end:
+    with collection_paused(), contextlib.ExitStack() as at_end:
         at_end.callback(saving.end)
         saving.begin(if_busy)
         inventory = settled(ranks.run(saving.what, contents), ranks, saving.what)
