@@ -98,7 +98,7 @@ def foreign_errors(rank: int, n: int, folder: str) -> list[tuple[str, bool]]:
     cases: list[tuple[str, dict[str, Any], type[WhaleError], str]] = [
         ("cpu", {"weights": f"{folder}/here0.pt" if rank == 0 else "/nowhere.pt"}, CheckpointError,
          "rank 1 was refused, and not every rank with it: /nowhere.pt is not there"),
-        ("cpu", {"weights": f"{folder}"}, CheckpointError, "IsADirectoryError"),
+        ("cpu", {"weights": f"{folder}"}, CheckpointError, "holds no weights that can be read here"),
         ("meta", {"init_fn": fails_late}, PlanError,
          "rank 1 was refused, and not every rank with it: OSError: no values for this layer"),
         ("meta", {"init_fn": fails_at_once}, PlanError, "KeyError: 'lost'"),

@@ -9,24 +9,35 @@ from collections.abc import Iterator
 
 __all__ = ["collection_paused"]
 
-_lock = threading.Lock()
-_paused = 0
-_was_enabled = False
+
+class _Collector:
+    """Of all threads: off until the last one that asked for it is through; where it was off it stays so."""
+
+    def __init__(self) -> None:
+        self._lock, self._asked, self._was_on = threading.Lock(), 0, False
+
+    def pause(self) -> None:
+        with self._lock:
+            if not self._asked:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._asked += 1
+
+    def go_on(self) -> None:
+        with self._lock:
+            self._asked -= 1
+            if not self._asked and self._was_on:
+                gc.enable()
+
+
+_COLLECTOR = _Collector()
 
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """Of all threads, until the last one that asked for it is through; where it was off it stays so."""
-    global _paused, _was_enabled
-    with _lock:
-        if not _paused:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _paused += 1
+    """No garbage is collected inside."""
+    _COLLECTOR.pause()
     try:
         yield
     finally:
-        with _lock:
-            _paused -= 1
-            if not _paused and _was_enabled:
-                gc.enable()
+        _COLLECTOR.go_on()
