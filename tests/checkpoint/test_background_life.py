@@ -87,6 +87,21 @@ def test_a_model_that_is_freed_is_written_and_then_let_go(tmp_path: Path) -> Non
     assert memory() is None
 
 
+def test_a_thread_that_cannot_be_started_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, optimizer = stepped()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+        patch.setattr(threading.Thread, "start", refuse)
+        save(tmp_path, step=1, model=model, optimizer=optimizer, wait=False)
+    assert left_over(tmp_path) == []
+    step(model, optimizer)
+    save(tmp_path, step=1, model=model, optimizer=optimizer, wait=False).wait()
+    assert load(tmp_path, model=model, optimizer=optimizer).step == 1
+
+
 def test_a_load_waits_for_what_it_would_change(tmp_path: Path) -> None:
     model, optimizer = stepped()
     first = save(tmp_path, step=1, model=model, optimizer=optimizer)

@@ -142,15 +142,16 @@ def save(
             return final
         snapshot = ranks.run(saving.what, lambda: _snapshot(items, model, staging_bytes))
         saving.ranks = Ranks(mesh, "checkpoint in the background")
-        end = at_end.pop_all().close
 
-    def run() -> None:
-        try:
-            saving.commit(inventory, saving.write(inventory, items, snapshot.blocks))
-        finally:
-            end()
+        def run() -> None:
+            try:
+                saving.commit(inventory, saving.write(inventory, items, snapshot.blocks))
+            finally:
+                saving.end()
 
-    return start(final, run, snapshot)
+        pending = start(final, run, snapshot)
+        at_end.pop_all()  # the thread ends it
+        return pending
 
 
 _SMALL_BYTES = 4096  # copying costs less than watching; a learning rate that is a tensor changes between steps
