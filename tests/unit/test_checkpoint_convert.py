@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import whale_torch as wh
+import whale_torch.checkpoint.convert as convert_module
 from tests.world import world
 from whale_torch.checkpoint.boxes import Box, blocks
 from whale_torch.checkpoint.convert import convert
@@ -488,6 +489,22 @@ def test_memory_is_a_chunk(form: str, tmp_path: Path) -> None:
     )
     most = 80 if form == "dcp" else 24  # a record of DCP has 32 MiB, and is in memory twice
     assert int(done.stdout) < most << 10, f"{int(done.stdout) / 1024:.0f} MiB more"
+
+
+def test_what_is_converted_is_not_removed_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    save(tmp_path / "run", step=1, model=model)
+    write = convert_module.write_safetensors
+
+    def late(*given: Any) -> list[str]:
+        save(tmp_path / "run", step=2, model=nn.Linear(4, 4), keep_last=1)
+        return write(*given)
+
+    monkeypatch.setattr(convert_module, "write_safetensors", late)
+    convert(tmp_path / "run", tmp_path / "out.safetensors", "safetensors")
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], model.weight)
+    save(tmp_path / "run", step=3, model=model, keep_last=1)
+    assert [one.name for one in (tmp_path / "run").glob("step-*")] == ["step-00000003"]
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,7 +17,7 @@ from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.contents import BY_RANK
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.formats.dcp_writer import write_dcp
-from whale_torch.checkpoint.formats.opened import open_source
+from whale_torch.checkpoint.formats.opened import is_run_dir, open_source
 from whale_torch.checkpoint.formats.safetensors import SAFETENSORS, write_safetensors
 from whale_torch.checkpoint.formats.source import Composed, Part, Source
 from whale_torch.checkpoint.formats.torch_files import EXTRA, MODEL, OPTIMIZER, rest_of, write_torch
@@ -30,7 +31,9 @@ from whale_torch.checkpoint.formats.trees import (
     tensors_of_values,
 )
 from whale_torch.checkpoint.formats.unread import Unread
+from whale_torch.checkpoint.index import INDEX
 from whale_torch.checkpoint.inventory import Held, Inventory
+from whale_torch.checkpoint.retention import reading
 from whale_torch.checkpoint.save import save_inventory
 from whale_torch.errors import CheckpointError
 
@@ -84,32 +87,49 @@ def convert(
     """
     if to not in get_args(Form):
         raise CheckpointError(f"to={to!r} is no form.", fix=f"one of {', '.join(get_args(Form))}")
-    files, opened = Files(), open_source(source)
-    if not opened.tensors:
-        raise CheckpointError(f"{source} holds no tensors.", fix="give another source")
-    opened.check({key: [Box.whole(one.shape)] for key, one in opened.tensors.items()})
-    _unpad(opened, vocabulary, None if config is None else Path(config))
-    if rename:
-        _rename(opened, rename)
-    target = Path(target)
-    opened.step = opened.step if step is None else step
-    left_out = list(opened.left_out)
-    if to == "whale":
-        path = _to_whale(files, opened, target)
-    else:
-        write = {"safetensors": _to_safetensors, "hf": _to_hf, "torch": _to_torch, "dcp": _to_dcp}[to]
-        _new(target)
-        temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-        files.make_folder(temporary)
-        try:
-            job = _Job(files, opened, temporary, target, shard_bytes, None if config is None else Path(config))
-            path = write(job)
-            left_out += job.left_out
-        finally:
-            if temporary.exists():
-                shutil.rmtree(temporary)
+    files, target, config = Files(), Path(target), None if config is None else Path(config)
+    with _held(files, Path(source)) as place:
+        opened = open_source(place)
+        if not opened.tensors:
+            raise CheckpointError(f"{source} holds no tensors.", fix="give another source")
+        opened.check({key: [Box.whole(one.shape)] for key, one in opened.tensors.items()})
+        _unpad(opened, vocabulary, config)
+        if rename:
+            _rename(opened, rename)
+        opened.step = opened.step if step is None else step
+        if to == "whale":
+            path, left_out = _to_whale(files, opened, target), list[str]()
+        else:
+            path, left_out = _write(files, opened, target, to, shard_bytes, config)
     written = opened.tensors if to in _WHOLE and target.suffix not in _FILES else tensors_of_model(opened)
-    return Converted(path, len(written), sum(one.num_bytes for one in written.values()), left_out)
+    num_bytes = sum(one.num_bytes for one in written.values())
+    return Converted(path, len(written), num_bytes, [*opened.left_out, *left_out])
+
+
+@contextlib.contextmanager
+def _held(files: Files, source: Path) -> Iterator[Path]:
+    """Where it lies; of a run_dir the latest checkpoint. One of wh.save no job removes meanwhile."""
+    if not is_run_dir(source) and not (source / INDEX).is_file():
+        yield source
+        return
+    with reading(files, source, step=None, tag=None) as folder:
+        yield folder
+
+
+def _write(
+    files: Files, source: Source, target: Path, to: Form, shard_bytes: int, config: Path | None
+) -> tuple[Path, list[str]]:
+    """What was written, and what the form has no place for."""
+    write = {"safetensors": _to_safetensors, "hf": _to_hf, "torch": _to_torch, "dcp": _to_dcp}[to]
+    _new(target)
+    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    files.make_folder(temporary)
+    try:
+        job = _Job(files, source, temporary, target, shard_bytes, config)
+        return write(job), job.left_out
+    finally:
+        if temporary.exists():
+            shutil.rmtree(temporary)
 
 
 def _new(target: Path) -> None:
