@@ -133,6 +133,38 @@ def test_diff_tells_what_differs_and_by_how_much(runs: Path, tmp_path: Path, com
     assert command("diff", one, tmp_path / "nothing")[0] == 2
 
 
+def test_diff_of_nested_values_names_what_differs(tmp_path: Path, command: Command) -> None:
+    paths = [
+        save(
+            tmp_path, step=step, model=nn.Linear(2, 2), extra={"a": {"b": [1, step], "c": 5}, "rest": [0] * 50 + [step]}
+        )
+        for step in (1, 2)
+    ]
+    _, out, _ = command("diff", *paths)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "extra/a/b/1 1 and 2" in lines and not any("extra/a/c" in line or "extra/rest/" in line for line in lines)
+    assert any(line.startswith("extra/rest [0, 0,") for line in lines)
+    assert re.fullmatch(r"\d differences between .*step-00000001 and .*step-00000002", lines[-1]), lines
+    assert max(map(len, out.splitlines())) < 250
+
+
+def test_inspect_of_a_run_tells_its_steps_and_tags(tmp_path: Path, command: Command) -> None:
+    for step, tag in ((1, "best"), (2, None)):
+        save(tmp_path, step=step, model=nn.Linear(2, 2), tag=tag)
+    assert f"{tmp_path} has step 1 (best), step 2\n" in command("inspect", tmp_path)[1]
+    found = json.loads(command("inspect", tmp_path, "--json")[1])
+    assert found["steps"] == [1, 2] and found["tags"] == {"best": 1}
+    assert "best" not in command("inspect", tmp_path / "step-00000001")[1]
+
+
+def test_verify_of_a_damaged_run_names_what_is_whole(tmp_path: Path, command: Command) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step=step, model=nn.Linear(2, 2))
+    (tmp_path / "step-00000002" / "rank-00000.safetensors").unlink()
+    status, out, _ = command("verify", tmp_path)
+    assert status == 1 and out.endswith("1 damage\nwhole: step-00000001, step-00000003\n"), out
+
+
 def test_a_terminal_gets_tables(
     runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

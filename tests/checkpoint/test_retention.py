@@ -406,3 +406,49 @@ def _all_load(run_dir: Path, models: dict[int, nn.Linear], where: object) -> Non
     assert verify(run_dir).damages == [], where
     save(run_dir, step=5, model=read, keep_last=1)
     assert left_over(run_dir) == [] and set(steps(run_dir)) <= {1, 4, 5}, where
+
+
+def test_a_first_start_is_no_error_where_it_is_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for run_dir in (tmp_path / "not there", tmp_path):
+        with pytest.raises(CheckpointError, match=r"has no checkpoint(.|\n)*first start, empty_ok=True"):
+            load(run_dir, model=model)
+        started = load(run_dir, model=model, empty_ok=True)
+        assert (started.step, started.extra, started.path) == (0, {}, run_dir)
+    folder = save(tmp_path, step=3, model=model, tag="best")
+    assert load(tmp_path, model=model, empty_ok=True).step == 3
+    assert load(folder.rename(tmp_path.parent / "copy"), model=model, empty_ok=True).step == 3
+    for wrong in ({"step": 3}, {"tag": "best"}):
+        with pytest.raises(CheckpointError, match="has no checkpoint"):
+            load(tmp_path, model=model, empty_ok=True, **wrong)  # type: ignore[arg-type]
+    for path in (tmp_path / "step-00000003", tmp_path / "latest"):
+        with pytest.raises(CheckpointError, match="has no checkpoint"):
+            load(path, model=model, empty_ok=True)
+
+
+def _starts(rank: int, n: int, folder: Path) -> list[int]:
+    model = wh.parallelize(nn.Linear(2, 2))
+    found = [wh.load(folder, model=model, empty_ok=True).step]
+    wh.save(folder, step=4, model=model)
+    return [*found, wh.load(folder, model=model, empty_ok=True).step]
+
+
+def test_all_ranks_start_alike(tmp_path: Path) -> None:
+    assert world(2, _starts, tmp_path / "run") == [[0, 4]] * 2
+
+
+def test_a_folder_of_another_form_is_told_from_none(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"has no checkpoint(.|\n)*weights of other forms") as one:
+        load(tmp_path, model=nn.Linear(2, 2))
+    assert "it does not exist" not in str(one.value)
+    with pytest.raises(CheckpointError, match="has no checkpoint: it does not exist"):
+        load(tmp_path / "none", model=nn.Linear(2, 2))
+
+
+def test_a_state_dict_is_no_model(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, step=1, model=model)
+    for run in (lambda m: save(tmp_path, step=2, model=m), lambda m: load(tmp_path, model=m)):
+        with pytest.raises(CheckpointError, match=r"model is of OrderedDict(.|\n)*not its state_dict"):
+            run(model.state_dict())

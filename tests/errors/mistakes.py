@@ -311,6 +311,24 @@ def tied_and_cut_twice(rank: int, n: int) -> None:
     wh.plan(nn.Sequential(first, second), cluster=wh.Cluster.of(nodes=1, ranks_per_node=4))
 
 
+class Positions(nn.Module):
+    """Numbers of positions, as transformers' embeddings have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.arange(8), persistent=False)
+
+
+class Pretrained(nn.Module):
+    """A model as transformers builds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = Positions(), nn.Linear(8, 4, bias=False)
+
+    def _init_weights(self, module: nn.Module) -> None: ...
+
+
 class Bilinear(nn.Module):
     """A layer of the user's own."""
 
@@ -706,6 +724,19 @@ def meta_without_reset(rank: int, n: int) -> None:
     with torch.device("meta"):
         model = Bilinear()
     wh.parallelize(model)
+
+
+@mistake(
+    A,
+    "A model of transformers on meta",
+    wh.PlanError,
+    r"module 'embed' \(Positions\) was built on the meta device with ids(.|\n)*init_fn=model\._init_weights",
+)
+def huggingface_on_meta(rank: int, n: int) -> None:
+    """It has buffers that no file of weights holds; its own initialiser, which it calls _init_weights, fills them."""
+    with torch.device("meta"):
+        model = Pretrained()
+    wh.parallelize(model, weights={"head.weight": torch.zeros(4, 8)})
 
 
 @mistake(A, "Weights that do not fit", wh.CheckpointError, r"weights given do not fit Sequential: .*1\.weight")
@@ -1499,7 +1530,7 @@ def tagged_path(rank: int, n: int) -> None:
         wh.save(f"{folder}/run", step=100, model=classifier(), tag="runs/best")
 
 
-@mistake(K, "A folder without a checkpoint", wh.CheckpointError, r"run has no checkpoint\. Nothing was changed\.")
+@mistake(K, "A folder without a checkpoint", wh.CheckpointError, r"run has no checkpoint: it does not exist\. Nothing")
 def loaded_nothing(rank: int, n: int) -> None:
     """The wrong folder, or the first start of a run."""
     with tempfile.TemporaryDirectory() as folder:

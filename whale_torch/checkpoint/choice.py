@@ -73,7 +73,7 @@ class Choice:
                 hint = f" Close names: {', '.join(map(repr, dict.fromkeys(close)))}." if close else ""
                 raise CheckpointError(
                     f"pattern {pattern!r} matches nothing of the model.{hint}",
-                    fix="patterns match whole names of parameters, buffers and modules",
+                    fix="patterns match whole names of the model's parameters, buffers, modules (no 'model/' before)",
                 )
 
 

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from whale_torch.checkpoint.convert_command import add_convert, run_convert
-from whale_torch.checkpoint.describe import describe, slice_text
+from whale_torch.checkpoint.describe import bytes_text, describe, slice_text
 from whale_torch.checkpoint.difference import difference
 from whale_torch.checkpoint.verify import verify
 from whale_torch.errors import CheckpointError
 
 __all__ = ["add_commands", "run"]
-
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +73,10 @@ def _verify(path: str) -> int:
     told = f"{len(found.damages)} damages" if len(found.damages) != 1 else "1 damage"
     places = f"{len(found.folders)} checkpoints" if len(found.folders) != 1 else str(found.folders[0])
     threads = f"{found.threads} threads" if found.threads != 1 else "1 thread"
-    rate = f"{_bytes(found.num_bytes)} in {took:.2f} s, {_bytes(round(found.num_bytes / took))}/s by {threads}"
+    rate = f"{bytes_text(found.num_bytes)} in {took:.2f} s, {bytes_text(round(found.num_bytes / took))}/s by {threads}"
     print(f"{places}: {rate}; {told if found.damages else 'all is as it was written'}")
+    if found.damages and found.whole:
+        print(f"whole: {', '.join(folder.name for folder in found.whole)}")
     return 1 if found.damages else 0
 
 
@@ -86,17 +86,26 @@ def _inspect(path: str, *, as_json: bool) -> int:
         print(json.dumps(found, indent=1))
         return 0
     tensors = found["tensors"]
-    print(f"{found['path']}: step {found['step']}, {len(tensors)} tensors, {_bytes(found['bytes'])}, id {found['id']}")
+    print(
+        f"{found['path']}: step {found['step']}, {len(tensors)} tensors, {bytes_text(found['bytes'])}, id {found['id']}"
+    )
+    if "steps" in found:
+        print(f"{path} has {', '.join(_named(step, found['tags']) for step in found['steps'])}")
     rows = []
     for key, one in tensors.items():
         pieces = [_place(piece, one["shape"]) for piece in one["pieces"]]
         for number, piece in enumerate(pieces):
-            facts = [key, one["dtype"], str(one["shape"]), _bytes(one["bytes"])] if not number else [""] * 4
+            facts = [key, one["dtype"], str(one["shape"]), bytes_text(one["bytes"])] if not number else [""] * 4
             rows.append([*facts, piece])
     _table(["tensor", "dtype", "shape", "bytes", "where"], rows)
     _table(["tied", "to"], [list(pair) for pair in found["ties"].items()])
     _table(["value", ""], [[key, _short(value)] for key, value in sorted(found["values"].items())])
     return 0
+
+
+def _named(step: int, tags: dict[str, int]) -> str:
+    names = [tag for tag, tagged in tags.items() if tagged == step]
+    return f"step {step}" + (f" ({', '.join(names)})" if names else "")
 
 
 def _place(piece: dict[str, Any], shape: list[int]) -> str:
@@ -110,10 +119,10 @@ def _diff(one: str, other: str) -> int:
     rows = []
     for item in found:
         counted = [f"{item.elements:,} of {item.total:,}", f"{item.largest:.3g}", f"{item.relative:.3g}"]
-        rows.append([item.key, item.what, *(counted if item.total else [""] * 3)])
-    _table(["differs", "in", "elements", "by at most", "of the largest"], rows)
-    if not found:
-        print("no difference")
+        rows.append([item.key, *(counted if item.total else [""] * 3), "" if item.what == "values" else item.what])
+    _table(["differs", "elements", "by at most", "of the largest", "how"], rows)
+    told = "1 difference" if len(found) == 1 else f"{len(found)} differences"
+    print(f"{told} between {one} and {other}" if found else "no difference")
     return 1 if found else 0
 
 
@@ -138,13 +147,6 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     for row in (titles, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _bytes(number: int) -> str:
-    size, unit = float(number), 0
-    while size >= 1000 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{number} B"
 
 
 def _short(value: Any) -> str:

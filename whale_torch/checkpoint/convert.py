@@ -255,7 +255,7 @@ class _Job:
 
 def _to_whale(files: Files, source: Source, run_dir: Path) -> Path:
     if source.step is None:
-        raise CheckpointError("the source does not say of which step it is.", fix="give step=")
+        raise CheckpointError("the source does not say of which step it is.", fix="give step= (--step)")
     held = {}
     for key, one in source.tensors.items():
         whole = Box.whole(one.shape)
@@ -284,7 +284,7 @@ def _to_hf(job: _Job) -> Path:
         if one.is_file() and _BESIDE.fullmatch(one.name) and not one.name.endswith("index.json"):
             shutil.copyfile(one, job.folder / ("config.json" if one == job.config else one.name))
     if not (job.folder / "config.json").exists():
-        job.left_out.append("config.json, which from_pretrained needs (config=)")
+        job.left_out.append("config.json, which from_pretrained needs (config=, --config)")
     return job.finish(job.folder)
 
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any, get_args
 
 from whale_torch.checkpoint.convert import Form, convert
+from whale_torch.checkpoint.describe import bytes_text
 from whale_torch.errors import CheckpointError
 
 __all__ = ["add_convert", "run_convert"]
@@ -42,7 +43,7 @@ def run_convert(asked: argparse.Namespace) -> int:
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{done.path}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB")
+    print(f"{done.path}: {done.num_tensors} tensors, {bytes_text(done.num_bytes)}")
     if done.left_out:
         print(f"left out: {', '.join(done.left_out)}")
     return 0

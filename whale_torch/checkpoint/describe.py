@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import find, read_index
+from whale_torch.checkpoint.folders import find, read_index, steps_of, tags_of
+from whale_torch.errors import CheckpointError
 
-__all__ = ["describe", "slice_text"]
+__all__ = ["bytes_text", "describe", "slice_text"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def describe(path: str | os.PathLike[str], *, files: Files | None = None) -> dict[str, Any]:
     """Plain data of a step's folder, or of the latest of a run_dir: tensors and where their boxes lie, ties, files and
-    all that is no tensor. Raises CheckpointError where there is none, or its index is damaged."""
+    all that is no tensor; of a run_dir also its steps and tags.
+    Raises CheckpointError where there is none, or its index is damaged."""
     files = Files() if files is None else files
     folder = find(Path(path), files)
     index = read_index(folder, files)
@@ -45,7 +50,27 @@ def describe(path: str | os.PathLike[str], *, files: Files | None = None) -> dic
         "tensors": tensors,
         "ties": dict(sorted(index.ties.items())),
         "values": index.values,
+        **({} if folder == Path(path) else _of_run(Path(path), files)),
     }
+
+
+def _of_run(run_dir: Path, files: Files) -> dict[str, Any]:
+    tags = {}
+    for tag in sorted(tags_of(files, run_dir)):
+        with contextlib.suppress(CheckpointError):  # verify and load tell
+            tags[tag] = _step(find(run_dir, files, tag=tag))
+    return {"steps": [_step(one) for one in steps_of(run_dir, files)], "tags": tags}
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def bytes_text(number: int) -> str:
+    size, unit = float(number), 0
+    while size >= 1000 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{number} B"
 
 
 def slice_text(start: list[int], size: list[int]) -> str:

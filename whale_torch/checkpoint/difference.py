@@ -20,6 +20,8 @@ from whale_torch.checkpoint.retention import reading
 
 __all__ = ["Difference", "difference"]
 
+_SHORT_LIST = 8
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -95,9 +97,20 @@ def _plain(one: dict[str, Any], other: dict[str, Any], folders: list[Path]) -> l
     for key in sorted(one.keys() | other.keys()):
         if key not in one or key not in other:
             found.append(Difference(key, f"only in {folders[key not in one]}"))
-        elif one[key] != other[key]:
-            found.append(Difference(key, f"{_short(one[key])} and {_short(other[key])}"))
+        else:
+            found += _within(key, one[key], other[key], folders)
     return found
+
+
+def _within(key: str, one: Any, other: Any, folders: list[Path]) -> list[Difference]:
+    """What differs inside of two values: entries of dicts and of short lists each by itself."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        a, b = ({f"{key}/{name}": value for name, value in held.items()} for held in (one, other))
+        return _plain(a, b, folders)
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) <= _SHORT_LIST:
+        pairs = enumerate(zip(one, other, strict=True))
+        return [item for i, pair in pairs for item in _within(f"{key}/{i}", *pair, folders)]
+    return [] if one == other else [Difference(key, f"{_short(one)} and {_short(other)}")]
 
 
 def _short(value: Any) -> str:

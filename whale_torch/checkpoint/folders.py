@@ -17,8 +17,8 @@ from whale_torch.checkpoint.seal import read_sealed, seal
 from whale_torch.errors import CheckpointError
 
 __all__ = [
-    "LATEST", "TAGS", "find", "folder_of", "is_temporary_pointer", "make_run_dir", "named_by", "point", "read_index",
-    "settle", "steps_of", "tag_pointer", "tags_of", "temporary", "whole_step",
+    "LATEST", "TAGS", "find", "folder_of", "is_empty", "is_temporary_pointer", "make_run_dir", "named_by", "none_at",
+    "point", "read_index", "settle", "steps_of", "tag_pointer", "tags_of", "temporary", "whole_step",
 ]  # fmt: skip
 
 LATEST = "latest"
@@ -154,6 +154,23 @@ def steps_of(path: Path, files: Files) -> list[Path]:
     return [path / name for name in sorted(names, key=lambda name: (len(name), name))]
 
 
+def is_empty(path: Path, files: Files) -> bool:
+    """Whether it is a run_dir, there or not, in which nothing has been saved yet."""
+    if _STEP.fullmatch(path.name) or files.exists(path / INDEX):
+        return False
+    return not files.exists(path) or (path.is_dir() and not steps_of(path, files))
+
+
+def none_at(path: Path, files: Files) -> CheckpointError:
+    """What is raised where a checkpoint was asked for and none is."""
+    there = "" if files.exists(path) else ": it does not exist"
+    fix = "give a run_dir of wh.save, or one of its step folders"
+    return CheckpointError(f"{path} has no checkpoint{there}.", fix=fix if there else f"{fix}; {_OTHER_FORMS}")
+
+
+_OTHER_FORMS = "weights of other forms: wh.parallelize(model, weights=...), or python -m whale_torch convert"
+
+
 def find(path: Path, files: Files, *, step: int | None = None, tag: str | None = None) -> Path:
     """A step's folder: the path itself, or of a run_dir the step, what a tag names, or the latest.
 
@@ -167,7 +184,7 @@ def find(path: Path, files: Files, *, step: int | None = None, tag: str | None =
         return path
     steps = steps_of(path, files) if path.is_dir() else []
     if not steps:
-        raise CheckpointError(f"{path} has no checkpoint.", fix="give a run_dir of wh.save, or one of its step folders")
+        raise none_at(path, files)
     if step is not None:
         found = path / folder_of(step)
         if found not in steps:

@@ -15,7 +15,7 @@ from torch import nn
 from whale_torch.checkpoint.choice import Choice
 from whale_torch.checkpoint.contents import Optimizers, mesh_among, names_of, parts_of, unwrapped
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import read_index
+from whale_torch.checkpoint.folders import is_empty, none_at, read_index
 from whale_torch.checkpoint.garbage import collection_paused
 from whale_torch.checkpoint.goal import Goal
 from whale_torch.checkpoint.pending import finish
@@ -33,8 +33,9 @@ class Loaded:
     """What a checkpoint holds beside models, optimizers and states.
 
     path: the folder it was read from. missing: names of the model that it does not have, which keep their values.
-    unexpected: names that the model does not have. rng: whether random states go on as they were saved ("restored"),
-    follow from those, as other ranks were saved than load ("derived"), or were left alone ("kept").
+    unexpected: names that the model does not have. Of an empty run_dir (empty_ok=True) step is 0, extra {}.
+    rng: whether random states go on as they were saved ("restored"), follow from those, as other ranks were saved than
+    load ("derived"), or were left alone ("kept").
     """
 
     step: int
@@ -56,6 +57,7 @@ def load(
     assign: Mapping[str, str] | None = None,
     missing_ok: bool = False,
     unexpected_ok: bool = False,
+    empty_ok: bool = False,
     dtype: Literal["same", "cast"] = "same",
     rng: bool | None = None,
     progress: bool | None = None,
@@ -78,12 +80,13 @@ def load(
         first dims of each tensor.
     missing_ok: whether names that the checkpoint lacks keep their values; by default they are an error.
     unexpected_ok: whether names that the model lacks are left out; by default they are an error.
+    empty_ok: whether a run_dir without a checkpoint, as at a run's first start, is no error and nothing is loaded.
     dtype: "cast" takes the model's floating-point dtypes where the checkpoint's are others.
     rng: whether random states are restored; by default where an optimizer is loaded.
     progress: whether the first rank shows a bar, where checking and reading take long; by default on a terminal.
     files: another way to the file system, as tests have it.
 
-    Returns the step, extra, and what was missing or unexpected (Loaded).
+    Returns the step, extra, and what was missing or unexpected (Loaded); of an empty run_dir step 0 and no extra.
     Raises CheckpointError, on all ranks, for what is damaged, and where names, shapes or dtypes are not the model's. It
     says whether nothing was changed or values were partly replaced, as where a disk breaks after the check.
     """
@@ -97,6 +100,11 @@ def load(
 
         def choose() -> str:
             check_progress(progress)
+            if step is None and tag is None and is_empty(Path(path), files):
+                if empty_ok:
+                    return ""
+                none = none_at(Path(path), files)
+                raise CheckpointError(none.what, fix=f"{none.fix}; where it is a run's first start, empty_ok=True")
             return str(at_end.enter_context(reading(files, Path(path), step=step, tag=tag)))
 
         def make() -> Goal:
@@ -110,9 +118,12 @@ def load(
 
         with _saying("Nothing was changed."):
             asked = {"path": os.fspath(path), "step": step, "tag": tag, "only": only, "assign": assign, "rng": rng}
-            asked |= {"missing_ok": missing_ok, "unexpected_ok": unexpected_ok, "dtype": dtype}
+            asked |= {"missing_ok": missing_ok, "unexpected_ok": unexpected_ok, "empty_ok": empty_ok, "dtype": dtype}
             ranks.agree("wh.load", asked | names_of(model, optimizer, states))
-            folder = Path(ranks.first(f"loading {path}", choose))
+            found = ranks.first(f"loading {path}", choose)
+            if not found:
+                return Loaded(0, {}, Path(path))
+            folder = Path(found)
             what = f"loading {folder}"
             index = ranks.run(what, lambda: read_index(folder, files))
             goal = ranks.run(what, make)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.folders import LATEST, TAGS, find, named_by, read_index, steps_of, tags_of
+from whale_torch.checkpoint.folders import LATEST, TAGS, find, named_by, none_at, read_index, steps_of, tags_of
 from whale_torch.checkpoint.index import INDEX, Chunk, Index, chunks_of
 from whale_torch.checkpoint.payload import check_file, checksum
 from whale_torch.checkpoint.retention import held
@@ -26,9 +26,11 @@ _CHUNKS_OF_A_TASK = 16
 
 @dataclass
 class Verified:
-    """folders: the checkpoints that were read, by `threads`. num_bytes: of their chunks. damages: all that is wrong."""
+    """folders: the checkpoints that were read, by `threads`; whole: those without damage. num_bytes: of their chunks.
+    damages: all that is wrong."""
 
     folders: list[Path] = field(default_factory=list)
+    whole: list[Path] = field(default_factory=list)
     num_bytes: int = 0
     damages: list[str] = field(default_factory=list)
     threads: int = 1
@@ -41,11 +43,9 @@ def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: i
     Raises CheckpointError where there is no checkpoint.
     """
     files, path, found = Files() if files is None else files, Path(path), Verified()
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder.", fix="give a run_dir of wh.save, or one of its step folders")
-    folders = [path] if files.exists(path / INDEX) else steps_of(path, files)
+    folders = [path] if files.exists(path / INDEX) else steps_of(path, files) if path.is_dir() else []
     if not folders:
-        raise CheckpointError(f"{path} has no checkpoint.", fix="give a run_dir of wh.save, or one of its step folders")
+        raise none_at(path, files)
     found.threads = cores or surroundings().cores
     with ThreadPoolExecutor(found.threads) as threads:
         for folder in folders:
@@ -53,8 +53,11 @@ def verify(path: str | os.PathLike[str], *, files: Files | None = None, cores: i
                 if not there and (files.exists(folder / INDEX) or not files.exists(folder)):  # a job removes it
                     continue
                 found.folders.append(folder)
+                before = len(found.damages)
                 with _noting(found):
                     _verify(folder, read_index(folder, files), files, threads, found)
+                if len(found.damages) == before:
+                    found.whole.append(folder)
     if folders != [path]:
         _verify_pointers(path, files, found)
     found.damages = list(dict.fromkeys(found.damages))

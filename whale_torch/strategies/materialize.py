@@ -37,13 +37,14 @@ def check_can_materialize(model: nn.Module, init_fn: InitFunction | None, given:
     if init_fn is not None:
         return
     first = _first_names(model)
+    own = "model._init_weights" if hasattr(model, "_init_weights") else "lambda module: ..."  # as transformers' have
     for name, module in model.named_modules():
         wanted = [key for key, t in _own(module) if _is_fresh(t, joined(name, key), first, given)]
         if wanted and _reset_of(module) is None:
             raise PlanError(
                 f"module '{name}' ({type(module).__name__}) was built on the meta device with {', '.join(wanted)}, "
                 "and has no reset_parameters().",
-                fix="give wh.parallelize(init_fn=lambda module: ...), or build the model with memory",
+                fix=f"give wh.parallelize(init_fn={own}), or build the model with memory",
             )
 
 
