@@ -48,9 +48,7 @@ def main(given: Sequence[str] | None = None) -> None:
     loader = DataLoader(data, batch_sampler=batches, collate_fn=batches.collate_fn)
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "batches": batches}
 
-    step = 0
-    if args.run_dir.exists() and any(args.run_dir.glob("step-????????")):
-        step = wh.load(args.run_dir, **state).step
+    step = wh.load(args.run_dir, empty_ok=True, **state).step
     first = dist.get_rank() == 0
     if first:
         print(f"life {life}: {'begins' if step == 0 else f'goes on behind step {step}'}", flush=True)
