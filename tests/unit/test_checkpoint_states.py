@@ -457,7 +457,7 @@ def test_states_that_are_none_are_refused(tmp_path: Path) -> None:
         ({"optimizer": model}, r"optimizer is a Net"),
         ({"extra": {"a": object()}}, r"'extra/a' is a object"),
         ({"extra": [1]}, r"extra is a list"),
-        ({"model": model.state_dict()}, r"model is a OrderedDict"),
+        ({"model": model.state_dict()}, r"model is of OrderedDict"),
         ({"if_busy": "no"}, r"if_busy is 'no'"),
         ({"optimizer": torch.optim.SGD(_net().parameters())}, r"SGD has a parameter of shape \[6, 4\] that is none"),
     ):

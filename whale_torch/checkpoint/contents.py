@@ -104,7 +104,7 @@ def parts_of(model: nn.Module | None, optimizer: Optimizers | None, states: Mapp
     """Raises CheckpointError for what is no optimizer, or has no state_dict."""
     if model is not None and not isinstance(model, nn.Module):
         raise CheckpointError(
-            f"model is a {type(model).__name__}.",
+            f"model is of {type(model).__name__}.",
             fix="the model itself, not its state_dict; plain data goes into extra={...}",
         )
     found = Parts({} if model is None else {"model/": model}, {}, {})

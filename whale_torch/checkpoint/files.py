@@ -14,6 +14,7 @@ from pathlib import Path
 
 __all__ = ["Files"]
 
+_MAPPED_BYTES = 1 << 18  # what is shorter is read in less time than it is mapped
 _START_WRITING, _POPULATE_READ = 2, 22  # of sync_file_range and madvise, in the kernel's headers
 _locked: set[int] = set()  # descriptors
 
@@ -163,7 +164,7 @@ class Files:
 
         For files that nobody changes: of one that is cut short meanwhile a look would end the process.
         """
-        mapped = _mapped(fd, offset, len(buffer))
+        mapped = _mapped(fd, offset, len(buffer)) if len(buffer) >= _MAPPED_BYTES else None
         if mapped is None:
             yield buffer[: self.read(fd, buffer, offset)]
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,12 +69,11 @@ class Reader:
         if check:
             self.check([one for one, _ in present if not once[id(one)]])
         ahead = _Ahead(self._files, self._folder, _touched([one for one, _ in present if once[id(one)]]))
-        for one, values in sorted(present, key=lambda pair: _first_piece(pair[0])):
-            for file, pieces in _by_file(one.stored.pieces):
-                if any(overlap(piece.box, box) for piece in pieces for box, _ in one.held.boxes):
-                    with self._open(file) as fd:
-                        for piece in pieces:
-                            self._copy(fd, piece, one, values, ahead if once[id(one)] else None)
+        for file, parts in itertools.groupby(_in_files(present), key=lambda part: part[0]):
+            with self._open(file) as fd:
+                for _, pieces, one, values in parts:
+                    for piece in pieces:
+                        self._copy(fd, piece, one, values, ahead if once[id(one)] else None)
         torch.autograd.graph.increment_version([values for _, values in present])
 
     def _copy(self, fd: int, piece: Piece, one: Wanted, values: Tensor, ahead: _Ahead | None) -> None:
@@ -200,6 +200,14 @@ def _parts(held: Held, piece: Piece) -> Iterator[_Part]:
 
 def _first_piece(one: Wanted) -> tuple[str, int]:
     return min(((piece.file, piece.offset) for piece in one.stored.pieces), default=("", 0))
+
+
+def _in_files(present: Sequence[tuple[Wanted, Tensor]]) -> Iterator[tuple[str, list[Piece], Wanted, Tensor]]:
+    """The pieces of which something is wanted, by file for each tensor, tensors in the order of their first piece."""
+    for one, values in sorted(present, key=lambda pair: _first_piece(pair[0])):
+        for file, pieces in _by_file(one.stored.pieces):
+            if any(overlap(piece.box, box) for piece in pieces for box, _ in one.held.boxes):
+                yield file, pieces, one, values
 
 
 def _by_file(pieces: Sequence[Piece]) -> list[tuple[str, list[Piece]]]:

@@ -20,7 +20,7 @@ from whale_torch.checkpoint.garbage import collection_paused
 from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredFile, StoredTensor, dtype_name
 from whale_torch.checkpoint.inventory import Held, Inventory
 from whale_torch.checkpoint.jobs import Claim
-from whale_torch.checkpoint.payload import ALIGNED_BYTES, Item, blocks_of, write_payload
+from whale_torch.checkpoint.payload import Item, blocks_of, in_pages, write_payload
 from whale_torch.checkpoint.pending import IfBusy, Pending, before_save, start
 from whale_torch.checkpoint.progress import check_progress, shown
 from whale_torch.checkpoint.ranks import Ranks
@@ -221,8 +221,7 @@ class _Saving:
     def share(self, inventory: Inventory) -> list[Item]:
         """What this rank writes."""
         told = self.ranks.gather([h.told() for h in inventory.tensors.values() if h.writes])
-        items = [_item(inventory.tensors[key], box) for key, box in share(told)[self.ranks.index]]
-        return sorted(items, key=lambda item: item.num_bytes % ALIGNED_BYTES != 0)  # so that most begin alike
+        return in_pages(_item(inventory.tensors[key], box) for key, box in share(told)[self.ranks.index])
 
     def write(
         self, inventory: Inventory, items: Sequence[Item], blocks: Callable[[Item], Iterable[Tensor]] = blocks_of

@@ -90,7 +90,8 @@ def _check_tensor(key: str, stored: Any, files: Mapping[str, Any], chunk_bytes: 
     known = getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(known, torch.dtype):
         raise _Wrong(f"has dtype {dtype!r:.60}, which this torch does not know")
-    _need(_numbers(shape) and math.prod(max(n, 1) for n in shape) < _MOST, f"has shape {shape!r:.80}")
+    if not (_numbers(shape) and math.prod(n or 1 for n in shape) < _MOST):
+        raise _Wrong(f"has shape {shape!r:.80}")
     _need(isinstance(pieces, list), "has no pieces")
     boxes = []
     for number, piece in enumerate(pieces):
@@ -107,33 +108,38 @@ def _check_tensor(key: str, stored: Any, files: Mapping[str, Any], chunk_bytes: 
 def _box_of(piece: Any, shape: Sequence[int]) -> Box:
     _need(isinstance(piece, dict) and piece.keys() == {"file", "offset", "box", "checksums"}, "is none")
     box = piece["box"]
-    pair = isinstance(box, list) and len(box) == 2 and all(_numbers(one, len(shape)) for one in box)
-    _need(pair, f"has box {box!r:.80} of shape {list(shape)!r:.80}")
-    inside = all(a + n <= whole for a, n, whole in zip(*box, shape, strict=True))
-    _need(inside, f"reaches beyond shape {list(shape)!r:.80}: box {box!r:.80}")
+    if not (isinstance(box, list) and len(box) == 2 and all(_numbers(one, len(shape)) for one in box)):
+        raise _Wrong(f"has box {box!r:.80} of shape {list(shape)!r:.80}")
+    for a, n, whole in zip(*box, shape, strict=True):
+        if a + n > whole:
+            raise _Wrong(f"reaches beyond shape {list(shape)!r:.80}: box {box!r:.80}")
     return Box.from_json(box)
 
 
 def _extent(key: str, piece: Any, size: int, files: Mapping[str, Any], chunk_bytes: int) -> _Extent:
     file, offset, checksums = piece["file"], piece["offset"], piece["checksums"]
-    _need(isinstance(file, str) and file in files, f"lies in {file!r:.80}, which is none of the checkpoint's files")
+    if not (isinstance(file, str) and file in files):
+        raise _Wrong(f"lies in {file!r:.80}, which is none of the checkpoint's files")
     num_bytes, header_bytes, _ = files[file]
-    fits = _number(offset) and header_bytes <= offset <= offset + size <= num_bytes
-    _need(
-        fits, f"lies at {offset!r:.60} with {size} bytes, and {file} has {num_bytes}, {header_bytes} of them its header"
-    )
+    if not (_number(offset) and header_bytes <= offset <= offset + size <= num_bytes):
+        raise _Wrong(
+            f"lies at {offset!r:.60} with {size} bytes, and {file} has {num_bytes}, {header_bytes} of them its header"
+        )
+    if not (_numbers(checksums) and max(checksums, default=0) < 1 << 32):
+        raise _Wrong("has checksums that are none")
     wanted = -(-size // chunk_bytes)
-    known = _numbers(checksums) and all(one < 1 << 32 for one in checksums)
-    _need(known, "has checksums that are none")
-    of_nothing = size == 0 and checksums == [0]
-    _need(len(checksums) == wanted or of_nothing, f"has {len(checksums)} checksums for {wanted} chunks")
+    if len(checksums) != wanted and (size or checksums != [0]):
+        raise _Wrong(f"has {len(checksums)} checksums for {wanted} chunks")
     return offset, offset + size, key
 
 
 def _check_covers(boxes: list[Box], shape: Sequence[int]) -> None:
     """That boxes make up a tensor, each element once."""
     whole, found = math.prod(shape), sum(box.numel for box in boxes)
-    _need(whole == found, f"has pieces of {found} elements, and shape {list(shape)!r:.80}")
+    if whole != found:
+        raise _Wrong(f"has pieces of {found} elements, and shape {list(shape)!r:.80}")
+    if len(boxes) < 2:
+        return
     dim = max(range(len(shape)), key=lambda d: len({box.start[d] for box in boxes}), default=None)
     if dim is None:
         return
@@ -141,9 +147,8 @@ def _check_covers(boxes: list[Box], shape: Sequence[int]) -> None:
     for box in sorted((box for box in boxes if box.numel), key=lambda box: box.start[dim]):
         open_ = [one for one in open_ if one.start[dim] + one.size[dim] > box.start[dim]]
         for one in open_:
-            _need(
-                overlap(one, box) is None, f"has pieces that overlap: {one.to_json()!r:.80} and {box.to_json()!r:.80}"
-            )
+            if overlap(one, box) is not None:
+                raise _Wrong(f"has pieces that overlap: {one.to_json()!r:.80} and {box.to_json()!r:.80}")
         open_.append(box)
 
 
@@ -197,7 +202,9 @@ def _number(value: Any) -> bool:
 
 
 def _numbers(value: Any, count: int | None = None) -> bool:
-    return isinstance(value, list) and all(map(_number, value)) and count in (None, len(value))
+    if not isinstance(value, list) or (count is not None and len(value) != count):
+        return False
+    return all(type(one) is int and one >= 0 for one in value)
 
 
 def _need(fact: object, otherwise: str) -> None:
