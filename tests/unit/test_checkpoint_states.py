@@ -19,6 +19,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import whale_torch as wh
+from tests.world import world
 from whale_torch.checkpoint import random_states
 from whale_torch.errors import CheckpointError
 
@@ -745,6 +746,37 @@ def test_compiled_models_have_their_own_names(tmp_path: Path) -> None:
     third: Any = torch.compile(_net(4), backend="eager")
     wh.load(tmp_path, model=third)
     assert _equal(third._orig_mod, model)
+
+
+def _ddp(rank: int, n: int, folder: Path) -> None:
+    torch.distributed.init_process_group("gloo")
+    model = _net()
+    around = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(around.parameters())
+    _step(model, optimizer, 0)
+    if rank == 0:
+        wh.save(folder, step=0, model=around, optimizer=optimizer)
+    torch.distributed.barrier()
+    plain, again = _net(1), nn.parallel.DistributedDataParallel(_net(2))
+    wh.load(folder, model=plain, optimizer=torch.optim.Adam(plain.parameters()))
+    wh.load(folder, model=again)
+    assert _equal(plain, model) and _equal(again.module, model)
+
+
+def test_a_model_in_ddp_has_its_own_names(tmp_path: Path) -> None:
+    world(2, _ddp, tmp_path)
+
+
+def test_a_state_that_does_not_fit_is_told_what_takes_it(tmp_path: Path) -> None:
+    model = _net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    wh.save(tmp_path, step=0, model=model, average=average)
+    with pytest.raises(CheckpointError, match="the checkpoint's 'average' does not fit Net: missing") as one:
+        wh.load(tmp_path, model=model, average=_net(1), unexpected_ok=True)
+    assert "unexpected_ok= are of model= alone; an AveragedModel takes this one" in str(one.value)
+    again = torch.optim.swa_utils.AveragedModel(_net(1))
+    wh.load(tmp_path, average=again)
+    assert _equal(again.module, model)
 
 
 def test_what_is_around_a_parallelized_model_is_refused(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ M = TypeVar("M")
 
 
 def unwrapped(model: M) -> M:
-    """What torch.compile was given, whose names are the model's own; any other model as it is.
+    """What torch.compile or DistributedDataParallel was given, whose names are the model's own; any other as it is.
 
     Raises CheckpointError for a module around a parallelized model, whose ranks and names are that model's.
     """
@@ -91,6 +91,8 @@ def unwrapped(model: M) -> M:
             f"{type(model).__name__} is around a parallelized model, and no part of it.",
             fix="give that model itself; parallelize the module around it to save all of it",
         )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return unwrapped(model.module)  # type: ignore[no-any-return]
     return model
 
 

@@ -126,7 +126,7 @@ class Goal:
             faults.insert(0, listed("missing", missing, [key.removeprefix(prefix) for key in stored]))
         if not choice.unexpected_ok:
             faults.append(listed("unexpected", unexpected, mine))
-        self._refuse(module, [fault for fault in faults if fault])
+        self._refuse(prefix, module, [fault for fault in faults if fault])
 
     def _sources(
         self, prefix: str, keys: list[str], stored: set[str], choice: Choice
@@ -166,21 +166,27 @@ class Goal:
         self.wanted.append(Wanted(held.key, found, held if part is None else part.of_whole(held, found.shape)))
         return ""
 
-    def _refuse(self, module: nn.Module, faults: list[str]) -> None:
+    def _refuse(self, prefix: str, module: nn.Module, faults: list[str]) -> None:
         if not faults:
             return
-        fixes = ["build the model as it was saved"]
         told = " ".join(faults)
-        if "missing " in told:
-            fixes.append("missing_ok=True keeps the model's own values")
-        if "unexpected " in told:
-            fixes.append("unexpected_ok=True leaves the checkpoint's out")
+        if prefix == "model/":
+            what, fixes = "the checkpoint", ["build the model as it was saved"]
+            if "missing " in told:
+                fixes.append("missing_ok=True keeps the model's own values")
+            if "unexpected " in told:
+                fixes.append("unexpected_ok=True leaves the checkpoint's out")
+        else:
+            name = prefix.split("/")[1]
+            what = f"the checkpoint's {name!r}"
+            fixes = [f"give {name}= what was saved; only=, assign=, missing_ok= and unexpected_ok= are of model= alone"]
+            if f"{prefix}n_averaged" in self._index.tensors:
+                fixes.append("an AveragedModel takes this one, and has the weights in .module")
         if ", the model's " in told and " is " in told:
             fixes.append('dtype="cast" takes the dtypes of the model')
         more = f"; and {len(faults) - MOST} more" if len(faults) > MOST else ""
         raise CheckpointError(
-            f"the checkpoint does not fit {type(module).__name__}: {'; '.join(faults[:MOST])}{more}.",
-            fix="; ".join(fixes),
+            f"{what} does not fit {type(module).__name__}: {'; '.join(faults[:MOST])}{more}.", fix="; ".join(fixes)
         )
 
     # ---- states ----
