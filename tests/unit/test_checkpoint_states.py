@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import whale_torch as wh
 from tests.world import world
 from whale_torch.checkpoint import random_states
+from whale_torch.checkpoint.contents import OPTIONS
 from whale_torch.errors import CheckpointError
 
 
@@ -777,6 +779,16 @@ def test_a_state_that_does_not_fit_is_told_what_takes_it(tmp_path: Path) -> None
     again = torch.optim.swa_utils.AveragedModel(_net(1))
     wh.load(tmp_path, average=again)
     assert _equal(again.module, model)
+
+
+def test_a_slip_in_an_option_is_told_the_option(tmp_path: Path) -> None:
+    given = {name for call in (wh.save, wh.load) for name in inspect.signature(call).parameters}
+    assert set(OPTIONS) == given - {"run_dir", "path", "files", "states"}
+    with pytest.raises(CheckpointError, match=r"keeplast= is a int.*\n  fix:    keep_last= or plain data"):
+        wh.save(tmp_path, step=0, model=_net(), keeplast=3)
+    wh.save(tmp_path, step=0, model=_net())
+    with pytest.raises(CheckpointError, match=r"mising_ok= is a bool.*\n  fix:    missing_ok= or plain data"):
+        wh.load(tmp_path, model=_net(), mising_ok=True)
 
 
 def test_what_is_around_a_parallelized_model_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A state that differs between ranks (a loader's position, say) is kept of each: `
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from whale_torch.strategies.runtime import KEY, Runtime
 __all__ = [
     "BY_RANK",
     "FEEDS",
+    "OPTIONS",
     "RNG",
     "Contents",
     "Optimizers",
@@ -39,6 +41,12 @@ __all__ = [
 ]
 
 Optimizers = Optimizer | Mapping[str, Optimizer]
+
+OPTIONS = (
+    "step", "model", "optimizer", "extra", "rng", "tag", "keep_last", "wait", "staging_bytes", "if_busy", "progress",
+    "only", "assign", "missing_ok", "unexpected_ok", "empty_ok", "dtype",
+)  # fmt: skip
+"""Of wh.save and wh.load: what is named otherwise is a state."""
 
 BY_RANK, FEEDS, RNG = "by_rank", "feeds", "rng"
 
@@ -128,9 +136,10 @@ def parts_of(model: nn.Module | None, optimizer: Optimizers | None, states: Mapp
         elif callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None)):
             found.states[f"states/{name}"] = one
         else:
+            close = [f"{option}=" for option in difflib.get_close_matches(name, OPTIONS, n=1)]
             raise CheckpointError(
                 f"{name}= is a {type(one).__name__}, without state_dict and load_state_dict.",
-                fix="plain data goes into extra={...}",
+                fix=" or ".join([*close, "plain data goes into extra={...}"]),
             )
     if found.optimizers and not found.modules:
         raise CheckpointError("an optimizer without its model.", fix="give the model too: names are its")
