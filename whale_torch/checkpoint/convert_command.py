@@ -17,9 +17,9 @@ def add_convert(commands: Any) -> None:
     """Adds the command to the subparsers of an argparse.ArgumentParser."""
     one = commands.add_parser(
         "convert", help="write weights, or a whole checkpoint, in another form",
-        description="Writes weights, or a whole checkpoint, in another form: whale, a run_dir of wh.save; safetensors, a file "
-        "or folder of weights; hf, a folder for from_pretrained; torch, a file of weights (name.pt) or a folder of all; dcp, "
-        "a folder of torch.distributed.checkpoint. What the form has no place for is printed.",
+        description="Writes weights, or a whole checkpoint, in another form: whale, a run_dir of wh.save; safetensors, "
+        "a file or folder of weights; hf, a folder for from_pretrained; torch, a file of weights (name.pt) or a folder "
+        "of all; dcp, a folder of torch.distributed.checkpoint. What the form has no place for is printed.",
         epilog="Exit status: 0, and 2 where nothing was written.",
     )  # fmt: skip
     one.add_argument("source", help="a run_dir or step, or files of safetensors, Hugging Face, torch.save, DCP, ...")
