@@ -238,7 +238,7 @@ ENDING = """
 @pytest.mark.parametrize(
     ("n", "how"), [(1, ""), (1, "broken"), (1, "failing"), (1, "exit"), (2, "left"), (2, "broken"), (2, "failing")]
 )
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 def test_a_process_ends_when_all_is_written(n: int, how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(ENDING))

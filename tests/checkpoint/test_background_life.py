@@ -238,7 +238,7 @@ def _ends(rank: int, n: int, folder: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["os._exit", "SIGTERM"])
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 def test_a_rank_that_ends_meanwhile_is_an_error_of_the_others_and_the_one_before_stays(
     how: str, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from whale_torch.checkpoint.save import save
 from whale_torch.checkpoint.verify import verify
 
 CASES = 1040
-BLOCKS = 4
+BLOCKS = 8
 
 
 def _runs(rank: int, n: int, folder: Path) -> None:

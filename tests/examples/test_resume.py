@@ -41,7 +41,7 @@ def killed(run_dir: Path, *options: str) -> str:
 
 
 @pytest.mark.parametrize("options", [("--die-at", "13"), ("--wait", "--die-at", "11", "18")])
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 def test_losses_behind_a_killed_rank_are_those_of_a_run_without(options: tuple[str, ...], tmp_path: Path) -> None:
     world(2, alone, str(tmp_path / "alone"))
     expected = losses(tmp_path / "alone")

@@ -65,6 +65,7 @@ def test_an_edit_is_one_slip() -> None:
     assert edit("", rng) in {"", *"abcdefghijklmnopqrstuvwxyz"}
 
 
+@pytest.mark.matrix(keep=0)
 def test_main_runs_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "examples.spelling.main", "--classes", "60", "--steps", "60", "--batch", "30", "--compare", "0"]

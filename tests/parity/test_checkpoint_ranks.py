@@ -91,6 +91,7 @@ def _loaded_stages(rank: int, n: int, path: str, recorded: bool) -> list[Any]:
     return [model.b.calls, statistics, _train(model, optimizer, 2), _train(model, optimizer, 3)]
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("n", [2, 4])
 def test_what_a_stage_alone_has(n: int, tmp_path: Path) -> None:
     losses = world(n, _saved_stages, str(tmp_path))[0]

@@ -170,7 +170,7 @@ def test_every_fault_is_tried() -> None:
     assert set(CAUGHT_BY) == set(MUTATIONS)
 
 
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("first", range(0, 120, 20))
 @pytest.mark.parametrize("n", [2, 3, 4, 6, 8])
 def test_networks_drawn_by_chance(n: int, first: int) -> None:

@@ -83,6 +83,7 @@ def _by_operation(plan: Plan) -> dict[str, float]:
     return total
 
 
+@pytest.mark.matrix(keep=6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_with_sample_inputs_counts_every_operation_of_a_step(name: str) -> None:
     case = CASES[name]
