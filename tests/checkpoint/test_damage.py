@@ -120,3 +120,13 @@ def test_flipped_bits_that_others_read_without_a_word_are_found(tmp_path: Path) 
     assert found.pop("wh.save") == {OUTCOMES[0]: 60}
     for name, counts in found.items():
         assert counts[OUTCOMES[1]] > 40, (name, counts)  # who finds them too deserves a line in the guide
+
+
+def test_of_a_file_that_is_damaged_all_over_some_chunks_are_named(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    path = save(tmp_path, step=1, model=model, rng=False) / "rank-00000.safetensors"
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes(data[:header] + bytes(255 - byte for byte in data[header:]))
+    damages = verify(tmp_path).damages
+    assert len(damages) == 11 and damages[-1].endswith("6 more chunks are not what was written.")
