@@ -79,3 +79,18 @@ def test_a_folder_that_is_not_shared_is_told(tmp_path: Path) -> None:
     first, second = world(2, _sees_another_folder, tmp_path)
     assert first is not None and second is not None
     assert "which rank 0 made, is not there" in first and "a file system that all ranks share" in second
+
+
+def _differing_lr(rank: int, n: int, folder: Path) -> str | None:
+    job = Job()
+    job.train()
+    job.optimizer.param_groups[0]["fused"] = bool(rank)  # how it computes may differ
+    save(folder, step=1, model=job.model, optimizer=job.optimizer)
+    job.optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+    return said(lambda: save(folder, step=2, model=job.model, optimizer=job.optimizer))
+
+
+def test_options_that_differ_between_ranks_are_told(tmp_path: Path) -> None:
+    first, second = world(2, _differing_lr, tmp_path)
+    assert first == second and first is not None
+    assert "'options of 1 groups' differs between ranks" in first and '"lr": 0.1' in first and '"lr": 0.2' in first

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whale_torch.checkpoint.inventory import Inventory, held_of_place, of_model, of_optimizer, parameter_names
+from whale_torch.checkpoint.inventory import HOW, Inventory, held_of_place, of_model, of_optimizer, parameter_names
 from whale_torch.checkpoint.payload import bytes_of
 from whale_torch.checkpoint.random_states import feed_of, random_state
 from whale_torch.checkpoint.ranks import Ranks, mesh_of
@@ -171,6 +171,8 @@ class Contents:
         self.digests = {key: _digest(key, value) for key, value in self._of_rank.items()}
         alike = (key for key, state in parts.states.items() if getattr(state, "alike_on_all_ranks", False))
         self.alike = {key: json.dumps(self._of_rank[key]) for key in alike}
+        for key, optimizer in parts.optimizers.items():
+            self.alike[f"{key}options of {len(optimizer.param_groups)} groups"] = _options(optimizer)
 
     def _add(self, key: str, value: Any) -> None:
         tensors: dict[str, Tensor] = {}
@@ -183,6 +185,13 @@ class Contents:
         for key, value in self._of_rank.items():
             if key in differ or ranks.index == 0:
                 self._add(key_of_rank(key, ranks.index) if key in differ else key, value)
+
+
+def _options(optimizer: Optimizer) -> str:
+    """The numbers among the options of its groups, of which a checkpoint has rank 0's."""
+    groups = [{k: v for k, v in group.items() if k not in HOW} for group in optimizer.param_groups]
+    found = [{k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in g.items()} for g in groups]
+    return json.dumps([{k: v for k, v in group.items() if isinstance(v, int | float)} for group in found])
 
 
 def _check_no_step_has_begun(module: nn.Module) -> None:

@@ -21,9 +21,10 @@ from whale_torch.errors import CheckpointError
 from whale_torch.strategies.runtime import KEY, Runtime
 from whale_torch.strategies.state_hooks import pipeline_places
 
-__all__ = ["Held", "Inventory", "held_of_place", "name_of", "of_model", "of_optimizer", "parameter_names"]
+__all__ = ["HOW", "Held", "Inventory", "held_of_place", "name_of", "of_model", "of_optimizer", "parameter_names"]
 
-
+HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Options of an optimizer that say how it computes, not what: they may differ."""
 _OF_STATE_DICTS = ("state", "param_groups", "other stages")  # the last says that other ranks of a pipeline have state
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from whale_torch.checkpoint.choice import listed
 from whale_torch.checkpoint.index import StoredTensor
-from whale_torch.checkpoint.inventory import held_of_place, name_of
+from whale_torch.checkpoint.inventory import HOW, held_of_place, name_of
 from whale_torch.checkpoint.reader import Wanted
 from whale_torch.checkpoint.slices import Slice
 from whale_torch.checkpoint.structure import is_group
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Moments"]
 
-# How an optimizer computes, not what: those of the optimizer that loads stay.
-_HOW = ("foreach", "fused", "capturable", "differentiable")
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}  # put into groups
 _ON_CPU = ("step", "mu_product")  # numbers that torch keeps on the CPU unless a graph captures them
 
@@ -86,7 +84,7 @@ class Moments:
 
     def _check_group(self, groups: str, numbers: list[int]) -> None:
         stored = self._goal.index.values[groups]
-        told = {json.dumps({k: v for k, v in stored[n]["options"].items() if k not in _HOW}): n for n in numbers}
+        told = {json.dumps({k: v for k, v in stored[n]["options"].items() if k not in HOW}): n for n in numbers}
         if len(told) > 1:
             first, second = [stored[n]["params"][0] for n in told.values()][:2]
             raise CheckpointError(
@@ -155,7 +153,7 @@ class Moments:
         for group in self._optimizer.param_groups:
             of = next((options[self._sources[p]] for p in group["params"] if p in self._sources), None)
             for key, value in (of or {}).items():
-                if key not in _HOW:
+                if key not in HOW:
                     before = group.get(key)
                     on = before.device if isinstance(before, Tensor) and isinstance(value, Tensor) else None
                     group[key] = value.clone() if on is None and isinstance(value, Tensor) else copy.deepcopy(value)

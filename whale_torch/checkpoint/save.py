@@ -123,11 +123,18 @@ def save(
     mesh = mesh_among(model, states)
     ranks = Ranks(mesh)
     asked = {"run_dir": os.fspath(run_dir), "step": step, "tag": tag, "keep_last": keep_last, "rng": rng, "wait": wait}
-    ranks.agree("wh.save", asked | {"if_busy": if_busy} | names_of(model, optimizer, states))
+    ranks.agree(
+        "wh.save",
+        asked | {"if_busy": if_busy, "staging_bytes": staging_bytes is not None} | names_of(model, optimizer, states),
+    )
     step = whole_step(step)
     final = Path(run_dir).absolute() / folder_of(step)  # whatever folder the process is in when it is written
     saving = _Saving(final, step, Files() if files is None else files, ranks, tag, keep_last)
     saving.progress = progress if wait else bool(progress)
+    if wait and staging_bytes is not None:
+        raise CheckpointError(
+            "staging_bytes is for saves in the background.", fix="give wait=False too, or leave it out"
+        )
 
     def contents() -> Contents:
         return Contents(parts_of(model, optimizer, states), extra or {}, rng=rng, first=ranks.index == 0)
