@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import whale_torch
-from whale_torch.checkpoint.commands import add_commands, run
+from whale_torch.checkpoint.inspection.commands import add_commands, run
 from whale_torch.cluster import Cluster
 from whale_torch.mesh import surroundings
 from whale_torch.ops.library import backend, compiled, isa

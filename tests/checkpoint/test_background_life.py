@@ -22,8 +22,8 @@ from tests.checkpoint.jobs import Job, left_over
 from tests.checkpoint.layers import Watched
 from tests.checkpoint.test_background import Gate, stored
 from tests.world import outcomes, world
+from whale_torch.checkpoint.background.pending import Pending
 from whale_torch.checkpoint.load import load
-from whale_torch.checkpoint.pending import Pending
 from whale_torch.checkpoint.save import save
 from whale_torch.errors import CheckpointError, CommError
 

@@ -19,8 +19,8 @@ from tests.checkpoint.damage import KINDS, damage
 from tests.checkpoint.jobs import Job
 from tests.world import world
 from whale_torch.__main__ import main
+from whale_torch.checkpoint.inspection.verify import verify
 from whale_torch.checkpoint.save import save
-from whale_torch.checkpoint.verify import verify
 
 ROOT = Path(__file__).parents[2]
 

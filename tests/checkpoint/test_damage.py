@@ -15,9 +15,9 @@ from tests.checkpoint.damage import KINDS, Damage, damage
 from tests.checkpoint.jobs import Job, plain, said
 from tests.checkpoint.peers import OUTCOMES, flipped
 from tests.world import world
+from whale_torch.checkpoint.inspection.verify import verify
 from whale_torch.checkpoint.load import load
 from whale_torch.checkpoint.save import save
-from whale_torch.checkpoint.verify import verify
 
 CASES = 1040
 BLOCKS = 8

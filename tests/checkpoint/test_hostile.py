@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import whale_torch as wh
+from whale_torch.checkpoint.inspection.verify import verify
 from whale_torch.checkpoint.payload import checksum
 from whale_torch.checkpoint.seal import seal
-from whale_torch.checkpoint.verify import verify
 from whale_torch.errors import CheckpointError, WhaleError
 
 SEEDS = 400

@@ -22,10 +22,10 @@ from tests.world import world
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import find
 from whale_torch.checkpoint.formats.opened import open_source
+from whale_torch.checkpoint.inspection.verify import verify
 from whale_torch.checkpoint.load import load
 from whale_torch.checkpoint.retention import reading
 from whale_torch.checkpoint.save import save
-from whale_torch.checkpoint.verify import verify
 from whale_torch.errors import CheckpointError
 
 

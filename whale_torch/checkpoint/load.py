@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from whale_torch.checkpoint.background.pending import finish
 from whale_torch.checkpoint.choice import Choice
 from whale_torch.checkpoint.contents import Optimizers, mesh_among, names_of, parts_of, unwrapped
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.folders import is_empty, none_at, read_index
 from whale_torch.checkpoint.garbage import collection_paused
 from whale_torch.checkpoint.goal import Goal
-from whale_torch.checkpoint.pending import finish
 from whale_torch.checkpoint.progress import check_progress, shown
 from whale_torch.checkpoint.ranks import Ranks
 from whale_torch.checkpoint.reader import Reader, Wanted

@@ -12,6 +12,8 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
+from whale_torch.checkpoint.background.pending import IfBusy, Pending, before_save, start
+from whale_torch.checkpoint.background.snapshot import Snapshot
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.contents import Contents, Optimizers, mesh_among, names_of, parts_of, settled, unwrapped
 from whale_torch.checkpoint.files import Files
@@ -21,13 +23,11 @@ from whale_torch.checkpoint.index import INDEX, Index, Piece, StoredFile, Stored
 from whale_torch.checkpoint.inventory import Held, Inventory
 from whale_torch.checkpoint.jobs import Claim
 from whale_torch.checkpoint.payload import Item, blocks_of, in_pages, write_payload
-from whale_torch.checkpoint.pending import IfBusy, Pending, before_save, start
 from whale_torch.checkpoint.progress import check_progress, shown
 from whale_torch.checkpoint.ranks import Ranks
 from whale_torch.checkpoint.retention import check_keep_last, prune
 from whale_torch.checkpoint.seal import seal
 from whale_torch.checkpoint.share import share
-from whale_torch.checkpoint.snapshot import Snapshot
 from whale_torch.errors import CheckpointError
 
 __all__ = ["save", "save_inventory"]

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from whale_torch.checkpoint.snapshot import Snapshot
+from whale_torch.checkpoint.background.snapshot import Snapshot
 from whale_torch.errors import CheckpointError
 from whale_torch.exits import fail, failed
 

@@ -7,7 +7,7 @@ import sys
 from typing import Any, get_args
 
 from whale_torch.checkpoint.convert import Form, convert
-from whale_torch.checkpoint.describe import bytes_text
+from whale_torch.checkpoint.inspection.describe import bytes_text
 from whale_torch.errors import CheckpointError
 
 __all__ = ["add_convert", "run_convert"]

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from whale_torch.checkpoint.convert_command import add_convert, run_convert
-from whale_torch.checkpoint.describe import bytes_text, describe, slice_text
-from whale_torch.checkpoint.difference import difference
-from whale_torch.checkpoint.verify import verify
+from whale_torch.checkpoint.inspection.convert_command import add_convert, run_convert
+from whale_torch.checkpoint.inspection.describe import bytes_text, describe, slice_text
+from whale_torch.checkpoint.inspection.difference import difference
+from whale_torch.checkpoint.inspection.verify import verify
 from whale_torch.errors import CheckpointError
 
 __all__ = ["add_commands", "run"]
