@@ -450,5 +450,5 @@ def test_a_state_dict_is_no_model(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     save(tmp_path, step=1, model=model)
     for run in (lambda m: save(tmp_path, step=2, model=m), lambda m: load(tmp_path, model=m)):
-        with pytest.raises(CheckpointError, match=r"model is a OrderedDict(.|\n)*not its state_dict"):
+        with pytest.raises(CheckpointError, match=r"model is of OrderedDict(.|\n)*not its state_dict"):
             run(model.state_dict())
