@@ -165,8 +165,11 @@ def _header(items: Sequence[Item], name: str, identity: str) -> bytearray:
         }
         offset += item.num_bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % (_PAGE_BYTES if offset < _LARGE_BYTES else _LARGE_PAGE_BYTES))
-    return bytearray(len(text).to_bytes(8, "little") + text)
+    unit = _PAGE_BYTES if offset < _LARGE_BYTES else _LARGE_PAGE_BYTES
+    header = bytearray(b" ") * (-(-(8 + len(text)) // unit) * unit)
+    header[:8] = (len(header) - 8).to_bytes(8, "little")
+    header[8 : 8 + len(text)] = text
+    return header
 
 
 def _chunks(item: Item, blocks: Iterable[Tensor]) -> Iterator[memoryview]:
