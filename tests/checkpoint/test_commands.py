@@ -16,28 +16,11 @@ import torch
 from torch import nn
 
 from tests.checkpoint.damage import KINDS, damage
-from tests.checkpoint.jobs import Job
-from tests.world import world
 from whale_torch.__main__ import main
 from whale_torch.checkpoint.inspection.verify import verify
 from whale_torch.checkpoint.save import save
 
 ROOT = Path(__file__).parents[2]
-
-
-def _runs(rank: int, n: int, folder: Path) -> None:
-    for name in ("run", "other"):
-        job = Job()
-        for _ in range(2):
-            job.train()
-            job.save(folder / name)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    world(2, _runs, folder)
-    return folder
 
 
 Command = Callable[..., tuple[int, str, str]]

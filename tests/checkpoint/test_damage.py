@@ -23,21 +23,6 @@ CASES = 1040
 BLOCKS = 8
 
 
-def _runs(rank: int, n: int, folder: Path) -> None:
-    for name in ("run", "other"):
-        job = Job()
-        for _ in range(2):
-            job.train()
-            job.save(folder / name)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    world(2, _runs, folder)
-    return folder
-
-
 def _tensor_at(folder: Path, file: str, offset: int) -> str | None:
     """The tensor whose value a byte of a payload file belongs to; None for the header."""
     index = json.loads((folder / "index.json").read_text())
