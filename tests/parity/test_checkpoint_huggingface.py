@@ -122,3 +122,37 @@ def test_there_and_back(kind: str, plan: str, n: int, tmp_path: Path) -> None:
         assert kind == "gpt2" or buffers
         torch.testing.assert_close(found, logits(alone), atol=1e-4, rtol=1e-4)
         assert read < 1.05 * held + 40_000, f"{read} bytes for {held}"
+
+
+def stepped(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.train()(input_ids=ids(), labels=ids(), use_cache=False).loss.backward()
+    optimizer.step()
+
+
+def still(kind: str) -> None:
+    """No dropout: what is compared is one process."""
+    if kind == "gpt2":
+        MODELS[kind][1].update(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def trained(rank: int, n: int, kind: str) -> dict[str, Tensor]:
+    still(kind)
+    model = planned(kind, "both", meta=False)
+    wh.parallelize(model, sample_inputs={"input_ids": ids(), "labels": ids(), "use_cache": False})
+    stepped(model)
+    return wh.full_state_dict(model)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.matrix(keep=0)
+def test_split_blocks_in_stages_have_the_gradients_of_one_process(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, kind, (MODELS[kind][0], dict(MODELS[kind][1]), MODELS[kind][2]))
+    still(kind)
+    alone = build(kind)
+    before = {key: value.clone() for key, value in alone.state_dict().items()}
+    stepped(alone)
+    for found in world(4, trained, kind, timeout=120):
+        for key, value in alone.state_dict().items():
+            step = float((value - before[key]).abs().max())
+            assert step > 0 and float((found[key] - value).abs().max()) < 1e-4 * step + 1e-6, key
