@@ -10,7 +10,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,9 @@ class RoutedExperts(Replacement, MoELayer):
     Its class is joined with that of transformers, whose parameters it runs. Experts from num_experts on are no routes.
     """
 
-    _added: ClassVar[tuple[str, ...]] = tuple(_attributes(1, 1))
+    @classmethod
+    def _left_out(cls) -> set[str]:
+        return super()._left_out() | set(_attributes(1, 1))
 
     @classmethod
     def _base(cls) -> type:

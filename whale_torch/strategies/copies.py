@@ -26,6 +26,10 @@ class Replacement:
         """The class that the module had before any strategy."""
         return next(base for base in cls.__mro__ if not issubclass(base, Replacement))
 
+    @classmethod
+    def _left_out(cls) -> set[str]:
+        return {name for base in cls.__mro__ for name in vars(base).get("_added", ())}
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A plain module of the class it had, which needs no process group.
 
@@ -36,8 +40,8 @@ class Replacement:
         if place is not None:
             raise refuse_to_write(place)
         make, (_, *arguments), state = self._parts()
-        dropped = {name for base in type(self).__mro__ for name in vars(base).get("_added", ())}
-        return make, (self._base(), *arguments), {key: v for key, v in state.items() if key not in dropped}
+        left_out = self._left_out()
+        return make, (self._base(), *arguments), {key: v for key, v in state.items() if key not in left_out}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the same class; what lives on ranks says itself how it is copied (Group, Region, Runtime)."""
