@@ -71,11 +71,15 @@ def in_local(shard: Shard, index: int) -> list[Box]:
 
 def overlap(one: Box, other: Box) -> Box | None:
     """What two boxes of a tensor have in common, None for nothing."""
-    start = tuple(map(max, one.start, other.start))
-    size = tuple(
-        min(a + n, b + m) - s for a, n, b, m, s in zip(one.start, one.size, other.start, other.size, start, strict=True)
-    )
-    return Box(start, size) if all(n > 0 for n in size) else None
+    start, size = [], []
+    for a, n, b, m in zip(one.start, one.size, other.start, other.size, strict=True):
+        first = a if a > b else b
+        length = (a + n if a + n < b + m else b + m) - first
+        if length <= 0:
+            return None
+        start.append(first)
+        size.append(length)
+    return Box(tuple(start), tuple(size))
 
 
 def split_rows(box: Box, most: int) -> list[Box]:
@@ -111,7 +115,10 @@ def runs(
     joined = dims  # dims from here on are whole in both, so one run covers them
     while joined and size[joined - 1] == source[joined - 1] == target[joined - 1]:
         joined -= 1
-    inner = max(joined - 1, 0)
+    if not joined:
+        yield Run(0, 0, math.prod(size))
+        return
+    inner = joined - 1
     length = math.prod(size[inner:])
     strides = [[math.prod(shape[d + 1 :]) for d in range(dims)] for shape in (source, target)]
     firsts = [

@@ -140,7 +140,7 @@ def held_of_place(key: str, value: Tensor, place: ParameterPlace | None, *, writ
     what = not_dense(value)
     if what is not None:
         raise CheckpointError(f"'{key}' is {what}.", fix="give every tensor its values first, in dense memory")
-    values = value.detach().as_subclass(Tensor)
+    values = value.as_subclass(Tensor).detach()
     if place is None or place.shard is None or place.parts is None:
         whole = Box.whole(values.shape)
         return Held(key, values.dtype, tuple(values.shape), values, ((whole, whole),), writes)

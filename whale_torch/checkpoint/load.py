@@ -109,7 +109,7 @@ def load(
 
         def make() -> Goal:
             choice = Choice(only, assign or {}, missing_ok, unexpected_ok, dtype)
-            return Goal(index, parts_of(model, optimizer, states), choice, ranks, rng=rng)
+            return Goal(read_index(folder, files), parts_of(model, optimizer, states), choice, ranks, rng=rng)
 
         def check() -> None:
             reader.check(goal.wanted)
@@ -125,16 +125,16 @@ def load(
                 return Loaded(0, {}, Path(path))
             folder = Path(found)
             what = f"loading {folder}"
-            index = ranks.run(what, lambda: read_index(folder, files))
             goal = ranks.run(what, make)
             total = _num_bytes(goal.fresh) + 2 * _num_bytes(goal.wanted)
             seen = at_end.enter_context(shown(files, what, total, progress if ranks.index == 0 else False))
-            reader = Reader(seen, folder, index)
+            reader = Reader(seen, folder, goal.index)
             ranks.run(what, check)
         with _saying("Values have been partly replaced.", fix="load again, or end"):
             ranks.run(what, lambda: reader.read(goal.wanted))
             extra = ranks.run(what, goal.apply)
-        return Loaded(index.step, extra, folder, tuple(sorted(goal.missing)), tuple(sorted(goal.unexpected)), goal.rng)
+        missing, unexpected = tuple(sorted(goal.missing)), tuple(sorted(goal.unexpected))
+        return Loaded(goal.index.step, extra, folder, missing, unexpected, goal.rng)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from whale_torch.strategies.runtime import KEY
 __all__ = ["Ranks", "mesh_of"]
 
 T = TypeVar("T")
+_HEAD_BYTES = 1024  # of a message go with its length, as most have no more
 
 
 class Ranks:
@@ -32,10 +33,19 @@ class Ranks:
         if self._group is None:
             return [json.loads(json.dumps(data))]
         mine = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
+        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
+        head[:8] = torch.tensor([len(mine)], device="cpu").view(torch.uint8)
+        first = min(len(mine), _HEAD_BYTES - 8)
+        head[8 : 8 + first] = mine[:first]
         name = "what ranks save or load"
-        sizes = gather_equal(torch.tensor([len(mine)], device="cpu"), self._group, name=name).flatten().tolist()
-        whole = all_gather_rows(mine, sizes, self._group, name=name)
-        return [json.loads(bytes(part.numpy())) for part in whole.split(sizes)]
+        heads = gather_equal(head, self._group, name=name)
+        sizes = heads[:, :8].contiguous().view(torch.int64).flatten().tolist()
+        texts = [bytes(head[8 : 8 + size].numpy()) for head, size in zip(heads, sizes, strict=True)]
+        more = [size - len(text) for size, text in zip(sizes, texts, strict=True)]
+        if any(more):
+            rest = all_gather_rows(mine[first:], more, self._group, name=name).split(more)
+            texts = [text + bytes(data.numpy()) for text, data in zip(texts, rest, strict=True)]
+        return [json.loads(text) for text in texts]
 
     def agree(self, what: str, asked: Mapping[str, Any]) -> None:
         """Raises CheckpointError, alike on all ranks, where they ask for different things."""

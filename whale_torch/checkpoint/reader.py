@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add, mul, sub
 from pathlib import Path
 
 import torch
@@ -25,6 +27,15 @@ _DIRECT_BYTES = 1 << 18  # runs from here on are read where they belong, shorter
 _AHEAD_BYTES = 1 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block that a piece has and that is held: where it begins in the piece, and in the memory it goes to."""
+
+    size: tuple[int, ...]
+    at: tuple[int, ...]
+    to: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Wanted:
     """A stored tensor, and the memory that boxes of it go to."""
@@ -33,14 +44,32 @@ class Wanted:
     stored: StoredTensor
     held: Held
 
+    @functools.cached_property
+    def pieces(self) -> list[tuple[Piece, list[_Part]]]:
+        """The pieces that have some of what is held, by files and offsets, and what each has.
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A block that a piece has and that is held: where it begins in the piece, and in the memory it goes to."""
-
-    size: tuple[int, ...]
-    at: tuple[int, ...]
-    to: tuple[int, ...]
+        Raises CheckpointError where they have not all.
+        """
+        boxes = self.held.boxes
+        found, missing = [], [box.numel for box, _ in boxes]
+        for piece in sorted(self.stored.pieces, key=lambda piece: (piece.file, piece.offset)):
+            parts = []
+            for number, (box, local) in enumerate(boxes):
+                part = overlap(piece.box, box)
+                if part is not None:
+                    missing[number] -= part.numel
+                    at = tuple(map(sub, part.start, piece.box.start))
+                    to = tuple(map(add, map(sub, part.start, box.start), local.start))
+                    parts.append(_Part(part.size, at, to))
+            if parts:
+                found.append((piece, parts))
+        if any(missing):
+            box = next(box for (box, _), number in zip(boxes, missing, strict=True) if number)
+            raise CheckpointError(
+                f"the checkpoint's pieces of '{self.key}' do not make up {list(box.size)} from {list(box.start)} on.",
+                fix="load another checkpoint",
+            )
+        return found
 
 
 class Reader:
@@ -57,10 +86,13 @@ class Reader:
         ahead = _Ahead(self._files, self._folder, touched)
         for file, chunks in sorted(touched.items()):
             with self._open(file) as fd:
-                for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
-                    with self._files.look(fd, chunk.offset, self._window[: chunk.size]) as data:
-                        self._check(chunk, data)
-                    ahead.passed(chunk.size)
+                for start, end, together in _looks(chunks):
+                    with self._files.look(fd, start, self._window[: end - start]) as data:
+                        for chunk in together:
+                            first = chunk.offset - start
+                            with data[first : first + chunk.size] as part:  # let go before the mapping ends
+                                self._check(chunk, part)
+                    ahead.passed(sum(chunk.size for chunk in together))
 
     def read(self, wanted: Sequence[Wanted], *, check: bool = False) -> None:
         """Copies values, one tensor after the other. check: as `check` does, of memory that is not in use yet."""
@@ -72,15 +104,16 @@ class Reader:
         for file, parts in itertools.groupby(_in_files(present), key=lambda part: part[0]):
             with self._open(file) as fd:
                 for _, pieces, one, values in parts:
-                    for piece in pieces:
-                        self._copy(fd, piece, one, values, ahead if once[id(one)] else None)
+                    for piece, of_piece in pieces:
+                        self._copy(fd, piece, of_piece, one, values, ahead if once[id(one)] else None)
         torch.autograd.graph.increment_version([values for _, values in present])
 
-    def _copy(self, fd: int, piece: Piece, one: Wanted, values: Tensor, ahead: _Ahead | None) -> None:
+    def _copy(
+        self, fd: int, piece: Piece, parts: Sequence[_Part], one: Wanted, values: Tensor, ahead: _Ahead | None
+    ) -> None:
         """What a piece has of what is held goes there: at once where memory is as the file is, else by way of half the
         window, block by block."""
         dtype = one.stored.torch_dtype
-        parts = list(_parts(one.held, piece))
         if _as_in_a_file(values, dtype):
             self._fill(fd, piece, one.key, parts, values, self._window, ahead)
             return
@@ -189,56 +222,44 @@ def _as_in_a_file(values: Tensor, dtype: torch.dtype) -> bool:
     return values.device.type == "cpu" and values.dtype is dtype and plain
 
 
-def _parts(held: Held, piece: Piece) -> Iterator[_Part]:
-    for box, local in held.boxes:
-        part = overlap(piece.box, box)
-        if part is not None:
-            at = tuple(p - b for p, b in zip(part.start, piece.box.start, strict=True))
-            to = tuple(p - b + at for p, b, at in zip(part.start, box.start, local.start, strict=True))
-            yield _Part(part.size, at, to)
-
-
-def _first_piece(one: Wanted) -> tuple[str, int]:
-    return min(((piece.file, piece.offset) for piece in one.stored.pieces), default=("", 0))
-
-
-def _in_files(present: Sequence[tuple[Wanted, Tensor]]) -> Iterator[tuple[str, list[Piece], Wanted, Tensor]]:
+def _in_files(
+    present: Sequence[tuple[Wanted, Tensor]],
+) -> Iterator[tuple[str, list[tuple[Piece, list[_Part]]], Wanted, Tensor]]:
     """The pieces of which something is wanted, by file for each tensor, tensors in the order of their first piece."""
-    for one, values in sorted(present, key=lambda pair: _first_piece(pair[0])):
-        for file, pieces in _by_file(one.stored.pieces):
-            if any(overlap(piece.box, box) for piece in pieces for box, _ in one.held.boxes):
-                yield file, pieces, one, values
-
-
-def _by_file(pieces: Sequence[Piece]) -> list[tuple[str, list[Piece]]]:
-    found: dict[str, list[Piece]] = defaultdict(list)
-    for piece in sorted(pieces, key=lambda piece: (piece.file, piece.offset)):
-        found[piece.file].append(piece)
-    return list(found.items())
-
-
-def _check_covered(one: Wanted) -> None:
-    """Raises CheckpointError where the pieces of a tensor have not all that is wanted of it."""
-    for box, _ in one.held.boxes:
-        parts = [overlap(piece.box, box) for piece in one.stored.pieces]
-        if sum(part.numel for part in parts if part is not None) != box.numel:
-            raise CheckpointError(
-                f"the checkpoint's pieces of '{one.key}' do not make up {list(box.size)} from {list(box.start)} on.",
-                fix="load another checkpoint",
-            )
+    some = [(one, values) for one, values in present if one.pieces]
+    for one, values in sorted(some, key=lambda pair: (pair[0].pieces[0][0].file, pair[0].pieces[0][0].offset)):
+        for file, pieces in itertools.groupby(one.pieces, key=lambda pair: pair[0].file):
+            yield file, list(pieces), one, values
 
 
 def _touched(wanted: Sequence[Wanted]) -> dict[str, set[Chunk]]:
     """The chunks that have some of what is wanted, by file."""
     found: dict[str, set[Chunk]] = defaultdict(set)
     for one in wanted:
-        _check_covered(one)
         item = one.stored.torch_dtype.itemsize
-        for piece in one.stored.pieces:
-            numbers = _numbers_touched(one.held, piece, item)
-            if numbers:
-                found[piece.file].update(c for c in chunks_of(one.key, piece, item) if c.number in numbers)
+        for piece, parts in one.pieces:
+            chunks = chunks_of(one.key, piece, item)
+            if not any(part.size == piece.box.size for part in parts):
+                numbers = _numbers_touched(piece, parts, item)
+                chunks = (chunk for chunk in chunks if chunk.number in numbers)
+            found[piece.file].update(chunks)
     return found
+
+
+def _looks(chunks: Iterable[Chunk]) -> Iterator[tuple[int, int, list[Chunk]]]:
+    """(start, end, chunks) of what is looked at together: at most as much as a chunk has, side by side."""
+    together: list[Chunk] = []
+    start = end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+        if together and (chunk.offset != end or chunk.offset + chunk.size - start > CHUNK_BYTES):
+            yield start, end, together
+            together = []
+        if not together:
+            start = chunk.offset
+        end = chunk.offset + chunk.size
+        together.append(chunk)
+    if together:
+        yield start, end, together
 
 
 def _spans(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
@@ -253,16 +274,12 @@ def _spans(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
     return found
 
 
-def _numbers_touched(held: Held, piece: Piece, item: int) -> set[int]:
+def _numbers_touched(piece: Piece, parts: Sequence[_Part], item: int) -> set[int]:
     found: set[int] = set()
-    for box, _ in held.boxes:
-        part = overlap(piece.box, box)
-        if part is None:
-            continue
-        at = [p - b for p, b in zip(part.start, piece.box.start, strict=True)]
-        strides = _strides(piece.box)
-        first = sum(a * s for a, s in zip(at, strides, strict=True))
-        last = sum((a + n - 1) * s for a, n, s in zip(at, part.size, strides, strict=True))
+    strides = _strides(piece.box)
+    for part in parts:
+        first = sum(map(mul, part.at, strides))
+        last = sum((a + n - 1) * s for a, n, s in zip(part.at, part.size, strides, strict=True))
         found.update(range(first * item // CHUNK_BYTES, ((last + 1) * item - 1) // CHUNK_BYTES + 1))
     return found
 

@@ -78,7 +78,7 @@ def not_dense(value: Tensor) -> str | None:
         return "quantized" if value.is_quantized else "nested"
     if value.layout is not torch.strided:
         return f"{value.layout}, not dense"
-    if type(value.detach().as_subclass(Tensor)) is not Tensor:
+    if type(value.as_subclass(Tensor)) is not Tensor:
         return f"a {type(value).__name__}, which has no memory of its own"
     return None
 
