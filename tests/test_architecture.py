@@ -26,7 +26,8 @@ LAYERS: list[set[str]] = [
     {"comm"},
     {"scopes", "annotation", "capture", "by_name", "trace", "planning"},
     {"strategies", "moe", "recomputation", "offload", "optim", "checkpoint"},
-    {"apply", "rehearsal", "profiling", "state", "metrics", "data", "positions", "simulate.run", "simulate"},
+    {"apply", "agreement", "initial_values", "rehearsal", "profiling", "state", "metrics", "data", "positions"}
+    | {"simulate.run", "simulate"},
     {"", "__main__", "integrations"},
 ]
 PURE, STRATEGIES = 3, 4

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from whale_torch.agreement import explained, from_all, refuse_other_arguments, refuse_others, together
 from whale_torch.annotation import Annotation, close_annotations
 from whale_torch.capture import Scope
-from whale_torch.checkpoint.plain import Weights, latest_of, load_weights, read_weights
+from whale_torch.checkpoint.plain import Weights
 from whale_torch.cluster import Cluster
 from whale_torch.comm.drift import watch_optimizers
-from whale_torch.comm.failure import explain
-from whale_torch.comm.meeting import Meeting, OtherRankFailed
-from whale_torch.comm.registry import ParameterPlace, place_of
-from whale_torch.errors import CheckpointError, PlanError, WhaleError
-from whale_torch.mesh import Group, Mesh, start
+from whale_torch.comm.registry import place_of
+from whale_torch.errors import PlanError
+from whale_torch.initial_values import load_together, make_together, read_together
+from whale_torch.mesh import Mesh, start
 from whale_torch.metrics import note_replicas
 from whale_torch.moe.parallel import attach_experts
 from whale_torch.optim import guard
@@ -32,8 +30,7 @@ from whale_torch.profiling import mean_seconds, module_seconds
 from whale_torch.rehearsal import rehearse
 from whale_torch.strategies.batch import BatchReader
 from whale_torch.strategies.batch_norm import check_batch_norm, sync_batch_norm
-from whale_torch.strategies.materialize import InitFunction, check_can_materialize, is_meta, materialize
-from whale_torch.strategies.outputs import tensors_in
+from whale_torch.strategies.materialize import InitFunction, names_on_meta
 from whale_torch.strategies.pipeline.holders import Holders
 from whale_torch.strategies.pipeline.places import Places
 from whale_torch.strategies.pipeline.programs import Programs
@@ -47,8 +44,6 @@ from whale_torch.strategies.wrappers import keep_off_wrappers, refuse_wrappers
 from whale_torch.trace.program import StageProgram
 
 __all__ = ["parallelize", "plan"]
-
-T = TypeVar("T")
 
 
 def plan(
@@ -125,25 +120,25 @@ def parallelize(
     cause is another error on one rank (a file, an init_fn's own). CommError where a rank is gone.
     """
     seconds = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-    mesh = _explained(lambda: start(device, seconds))
+    mesh = explained(lambda: start(device, seconds))
     given = {"seed": str(seed), "init_fn": _some(init_fn), "weights": _some(weights)}
     made = _decide(model, mesh, cluster, plan, default, sample_inputs, given)
-    _together(mesh, lambda: check_batch_norm(model, made))
-    reader = _together(mesh, lambda: BatchReader(model, made.batch_dim, items=made.pipeline is None))
-    programs = None if made.pipeline is None else _together(mesh, lambda: Programs(model, made, mesh.device))
+    together(mesh, lambda: check_batch_norm(model, made))
+    reader = together(mesh, lambda: BatchReader(model, made.batch_dim, items=made.pipeline is None))
+    programs = None if made.pipeline is None else together(mesh, lambda: Programs(model, made, mesh.device))
     places = None if programs is None else _places(model, made, mesh, programs, reader, sample_inputs)
     cuts = cut_parameters(model, made, mesh)
-    state = None if weights is None else _read(weights, model, mesh, cuts, places)
-    built = _on_meta(model)
+    state = None if weights is None else read_together(weights, model, mesh, cuts, places)
+    built = names_on_meta(model)
     if built:
-        _build(model, mesh, cuts, places, seed, init_fn, frozenset(state or ()))
+        make_together(model, mesh, cuts, places, seed, init_fn, frozenset(state or ()))
     regions = apply_split(model, made, mesh, cuts)
     has_experts = attach_experts(model, made, mesh)
     if places is not None:
         places.note(built)
     attach_state_hooks(model)
     if state is not None:
-        _together(mesh, lambda: load_weights(model, state), CheckpointError)
+        load_together(model, state, mesh)
     if places is None:
         model.to(mesh.device)
     place_whole_parameters(model, mesh)
@@ -165,20 +160,6 @@ def parallelize(
     return model
 
 
-def _read(
-    weights: Weights, model: nn.Module, mesh: Mesh, cuts: Mapping[str, ParameterPlace], places: Places | None
-) -> Mapping[str, Any]:
-    """What is to be loaded; of a run_dir all ranks take one checkpoint, though a job may save another meanwhile."""
-    latest = _together(mesh, lambda: latest_of(weights), CheckpointError)
-    of_first = _from_all(mesh, None if latest is None else latest.name)[0]
-    given = weights if latest is None or of_first is None else latest.with_name(of_first)
-
-    def read() -> Mapping[str, Any]:
-        return read_weights(given, model, cuts, lambda name: places is None or places.kept().is_here(name))
-
-    return _together(mesh, read, CheckpointError)
-
-
 def _seconds(
     model: nn.Module, default: Scope | None, sample_inputs: object, device: torch.device
 ) -> dict[str, float] | None:
@@ -195,11 +176,6 @@ def _seconds(
     return module_seconds(model, sample_inputs, device, where=site)
 
 
-def _on_meta(model: nn.Module) -> set[str]:
-    """Names of parameters and buffers that have no memory yet."""
-    return {name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
-
-
 def _places(
     model: nn.Module, made: Plan, mesh: Mesh, programs: Programs, reader: BatchReader, sample_inputs: object
 ) -> Places | None:
@@ -207,7 +183,7 @@ def _places(
 
     None where the first call will tell. Raises PlanError where ranks disagree.
     """
-    if sample_inputs is None and not is_meta(model):
+    if sample_inputs is None and not names_on_meta(model):
         return None
 
     def decide() -> Holders:
@@ -215,31 +191,9 @@ def _places(
         assert made.pipeline is not None
         return Holders(model, made.pipeline, made.pipeline.num_ranks, stages)
 
-    holders = _together(mesh, decide)
-    _refuse_others(mesh, holders.digest(), "place parameters otherwise than rank 0", model, sample_inputs)
+    holders = together(mesh, decide)
+    refuse_others(mesh, holders.digest(), "place parameters otherwise than rank 0", model, sample_inputs)
     return Places(model, made, mesh, holders)
-
-
-def _build(
-    model: nn.Module,
-    mesh: Mesh,
-    cuts: Mapping[str, ParameterPlace],
-    places: Places | None,
-    seed: int,
-    init_fn: InitFunction | None,
-    given: frozenset[str],
-) -> None:
-    """Gives what was built on the meta device its first values, as far as this rank keeps it."""
-    _together(mesh, lambda: check_can_materialize(model, init_fn, given))
-    shards = {name: (at.shard, at.parts.index) for name, at in cuts.items() if at.shard and at.parts}
-    kept = None if places is None else places.kept()
-    meeting = Meeting(mesh.everyone())
-    any_rank = meeting.any_rank
-
-    def work() -> None:
-        materialize(model, shards, seed=seed, init_fn=init_fn, given=given, kept=kept, any_rank=any_rank)
-
-    _together(mesh, lambda: meeting.run(work))
 
 
 def _check_first_time(model: nn.Module) -> None:
@@ -283,9 +237,9 @@ def _decide(
         refuse_wrappers(model)
         return None if saved is not None else _seconds(model, default, sample_inputs, mesh.device)
 
-    own = _together(mesh, measure)
-    told = _from_all(mesh, (own, arguments))
-    _refuse_other_arguments([{**given, "balance": "modelled" if of is None else "measured"} for of, given in told])
+    own = together(mesh, measure)
+    told = from_all(mesh, (own, arguments))
+    refuse_other_arguments([{**given, "balance": "modelled" if of is None else "measured"} for of, given in told])
     seconds = None if own is None else mean_seconds([of for of, _ in told if of is not None])
 
     def decide() -> Plan:
@@ -308,113 +262,11 @@ def _decide(
             )
         return made if sample_inputs is None else rehearse(made, model, sample_inputs, rank=mesh.rank)
 
-    made = _together(mesh, decide)
-    given = sorted(_on_meta(model)), made.pipeline is not None and sample_inputs is None
-    _refuse_others(mesh, f"{made.digest()} {given}", "plan another model than rank 0", model, sample_inputs)
+    made = together(mesh, decide)
+    given = sorted(names_on_meta(model)), made.pipeline is not None and sample_inputs is None
+    refuse_others(mesh, f"{made.digest()} {given}", "plan another model than rank 0", model, sample_inputs)
     return made
-
-
-def _refuse_others(mesh: Mesh, decided: str, what: str, model: nn.Module, sample_inputs: object) -> None:
-    """Raises PlanError, on every rank, where ranks decided otherwise than rank 0, and says what they were given."""
-    shapes, meta = _shapes(sample_inputs), len(_on_meta(model))
-    told = _from_all(mesh, (decided, shapes, meta))
-    odd = [rank for rank, found in enumerate(told) if found[0] != told[0][0]]
-    if not odd:
-        return
-    (_, mine, my_meta), (_, theirs, their_meta) = told[0], told[odd[0]]
-    if my_meta != their_meta:
-        raise PlanError(
-            f"ranks {odd} built another model than rank 0: {their_meta} of its tensors are on the meta device on rank "
-            f"{odd[0]}, {my_meta} on rank 0.",
-            ranks=odd,
-            fix="build the model in one way on every rank: on the meta device, or with memory",
-        )
-    if mine != theirs:
-        raise PlanError(
-            f"ranks {odd} {what}: the sample_inputs of rank {odd[0]} are {theirs}, those of rank 0 are {mine}.",
-            ranks=odd,
-            fix="give every rank sample_inputs of the same names, shapes and dtypes: those of one full batch",
-        )
-    raise PlanError(
-        f"ranks {odd} {what}.",
-        ranks=odd,
-        fix="build the same model with the same scopes on every rank; "
-        "compare print(wh.plan(model, cluster=...)) of two ranks",
-    )
-
-
-def _refuse_other_arguments(told: Sequence[Mapping[str, str]]) -> None:
-    """Raises PlanError, on every rank, where one was given other arguments than rank 0."""
-    for name, first in told[0].items():
-        odd = [rank for rank, given in enumerate(told) if given[name] != first]
-        if odd:
-            raise PlanError(
-                f"ranks disagree on {name}: {told[odd[0]][name]} on rank {odd[0]}, {first} on rank 0.",
-                ranks=odd,
-                fix="give every rank the same arguments of wh.parallelize, and its model the same scopes; of weights a "
-                "rank reads what it keeps",
-            )
 
 
 def _some(value: object) -> str:
     return "none" if value is None else "some"
-
-
-def _shapes(sample_inputs: object) -> str:
-    """The tensors among sample inputs, in words."""
-    if sample_inputs is None:
-        return "None"
-    named = sample_inputs.items() if isinstance(sample_inputs, dict) else [("", sample_inputs)]
-    found = [
-        f"{name}{' ' if name else ''}{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
-        for name, value in named
-        for t in tensors_in(value)
-    ]
-    return ", ".join(found) or "no tensors"
-
-
-def _from_all(mesh: Mesh, value: T) -> list[T]:
-    """Every rank's value, in rank order."""
-    values: list[Any] = [value] * mesh.world
-    if mesh.world > 1:
-        _explained(lambda: dist.all_gather_object(values, value))
-    return values
-
-
-def _explained(step: Callable[[], T]) -> T:
-    """Runs a step over the world's own group. Raises CommError where ranks of it are gone or do not come."""
-    try:
-        return step()
-    except RuntimeError as error:
-        if not dist.is_initialized():  # the launcher's address is wrong, say
-            raise
-        world = Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), None)
-        raise explain(world, "wh.parallelize", error) from error
-
-
-def _together(mesh: Mesh, step: Callable[[], T], kind: type[WhaleError] = PlanError) -> T:
-    """Runs a step that may be refused. Raises, on every rank, the error of the first rank that refused it.
-
-    kind: of the error that stands for one which is none of this package's, such as a file that a rank does not find.
-    """
-    error: WhaleError | None = None
-    cause: BaseException | None = None
-    result: T | None = None
-    try:
-        result = step()
-    except WhaleError as refused:
-        error, cause = refused, refused.__cause__
-    except OtherRankFailed:
-        pass  # its error is among all ranks'
-    except Exception as failed:  # whatever a file, an initialiser or a model's own code raises
-        error, cause = kind(f"{type(failed).__name__}: {failed}", fix="see the traceback of that rank"), failed
-    errors = _from_all(mesh, error)
-    first = next((found for found in errors if found is not None), None)
-    if first is None:
-        return cast(T, result)
-    trace = None if error is None else error.__traceback__  # shown once, under what all ranks say
-    if all(found is not None and found.what == first.what for found in errors):
-        raise first.with_traceback(trace) from cause
-    ranks = [rank for rank, found in enumerate(errors) if found is not None]
-    what = f"rank {ranks[0]} was refused, and not every rank with it: {first.what}"
-    raise type(first)(what, where=first.where, fix=first.fix, ranks=ranks).with_traceback(trace) from cause

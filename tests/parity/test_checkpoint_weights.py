@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import whale_torch as wh
 from tests.parity.checkpoint_cases import whole
 from tests.world import world
-from whale_torch import apply
+from whale_torch import initial_values
 from whale_torch.checkpoint.convert import convert
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.plain import Weights, read_weights
@@ -223,7 +223,7 @@ def test_names_behind_a_prefix_are_told() -> None:
 
 def while_another_saves(rank: int, n: int, folder: str) -> dict[str, Tensor]:
     """A job saves step 2 when the first rank has looked and the second has not."""
-    looked, look = Path(folder, "looked"), apply.latest_of
+    looked, look = Path(folder, "looked"), initial_values.latest_of
 
     def latest(weights: Weights) -> Path | None:
         if rank:
@@ -234,7 +234,7 @@ def while_another_saves(rank: int, n: int, folder: str) -> dict[str, Tensor]:
         looked.touch()
         return found
 
-    apply.latest_of = latest
+    initial_values.latest_of = latest
     net = Net()
     wh.parallelize(net, weights=Path(folder, "run"))
     return wh.full_state_dict(net)

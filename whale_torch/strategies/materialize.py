@@ -16,7 +16,7 @@ from whale_torch.planning.layout import Shard
 from whale_torch.strategies.batch import digest
 from whale_torch.strategies.kept import Kept, NeedsAll, NeedsNoAbsent
 
-__all__ = ["InitFunction", "check_can_materialize", "is_meta", "materialize"]
+__all__ = ["InitFunction", "check_can_materialize", "materialize", "names_on_meta"]
 
 InitFunction = Callable[[nn.Module], None]
 Cuts = dict[str, tuple[Shard, int]]
@@ -24,9 +24,9 @@ Member = tuple[str, nn.Parameter]
 _FIX = "initialise every parameter in the module that owns it, or build the model with memory"
 
 
-def is_meta(model: nn.Module) -> bool:
-    """Whether any parameter or buffer has no memory yet."""
-    return any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+def names_on_meta(model: nn.Module) -> set[str]:
+    """Names of parameters and buffers that have no memory yet."""
+    return {name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
 
 
 def check_can_materialize(model: nn.Module, init_fn: InitFunction | None, given: Collection[str] = ()) -> None:
