@@ -8,16 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
 from whale_torch.checkpoint.formats.foreign import attributes, load_foreign
+from whale_torch.checkpoint.formats.megatron_optimizer import add_groups, states_of
+from whale_torch.checkpoint.formats.megatron_parts import put_together
 from whale_torch.checkpoint.formats.megatron_rules import RULES, Rule
-from whale_torch.checkpoint.formats.source import Composed, Entry, InMemory, Part, Source
-from whale_torch.checkpoint.formats.unpickling import Record
-from whale_torch.checkpoint.values import encode
+from whale_torch.checkpoint.formats.source import Entry, Source
 from whale_torch.errors import CheckpointError
 
 __all__ = ["RULES", "Rule", "is_megatron", "read_megatron"]
@@ -26,8 +24,6 @@ _LATEST = "latest_checkpointed_iteration.txt"
 _FILE = "model_optim_rng.pt"
 _DISTRIBUTED = "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
-
-
 _WAY = (
     "convert it first with Megatron's own tools/checkpoint/convert.py --saver core, or save it as Hugging Face has it"
 )
@@ -194,12 +190,12 @@ class _Reading:
                     grouped = _GROUPED.fullmatch(name)
                     known = f"{grouped[1]}.local_experts.{grouped[3]}.{grouped[2]}.weight" if grouped else name
                     model[f"{chunk}|{known}"] = value
-        return {"model": model} | self._moments(path, self._data[path].get("optimizer"), model)
+        return {"model": model} | states_of(path, self._data[path].get("optimizer"), model, self._arguments)
 
     def _whole(self, name: str, parts: Sequence[Tensor]) -> Iterator[tuple[str, Entry]]:
         match, rule = self._rule(name, parts[0])
         names = [match.expand(one) for one in rule.names]
-        yield from zip(names, self._entries(rule, name, rule.dim, parts), strict=True)
+        yield from zip(names, put_together(rule, name, parts, self._arguments), strict=True)
 
     def _rule(self, name: str, value: Tensor) -> tuple[re.Match[str], Rule]:
         for pattern, rule in self._rules:
@@ -210,36 +206,6 @@ class _Reading:
             f"no rule knows '{name}', of shape {list(value.shape)} on each rank, of {self._folder}.",
             fix="whale_torch.checkpoint.formats.megatron.read_megatron(path, files, rules=(*RULES, Rule(...)))",
         )
-
-    def _entries(self, rule: Rule, name: str, dim: int | None, parts: Sequence[Tensor]) -> list[Entry]:
-        if dim is None:
-            return [InMemory(parts[0])]
-        if not rule.fused:
-            return [_joined(dim, [(InMemory(one), [(0, one.shape[dim])]) for one in parts])]
-        if rule.fused == "halves":
-            halves = [(InMemory(one), one.shape[0] // 2) for one in parts]
-            if not self._arguments.get("swiglu", True):
-                raise CheckpointError(
-                    f"'{name}' is not gated, and the rules are for gated feed-forwards.",
-                    fix="whale_torch.checkpoint.formats.megatron.read_megatron(path, files, rules=...)",
-                )
-            return [_joined(0, [(one, [(at * n, n)]) for one, n in halves]) for at in (0, 1)]
-        heads, groups = self._arguments.get("num_attention_heads"), self._arguments.get("num_query_groups")
-        if not isinstance(heads, int):
-            raise CheckpointError(f"the args of {self._folder} do not say num_attention_heads.", fix="save them too")
-        groups = groups if isinstance(groups, int) and self._arguments.get("group_query_attention", True) else heads
-        total = sum(one.shape[0] for one in parts)
-        each, size = heads // groups, total // (heads + 2 * groups)
-        if size * (heads + 2 * groups) != total or groups % len(parts):
-            raise CheckpointError(
-                f"'{name}' has {total} rows in all, and {heads} heads in {groups} groups do not share them out.",
-                fix="the args that the model was built with",
-            )
-        local, step = groups // len(parts), (each + 2) * size
-        cuts = ((0, each * size), (each * size, size), ((each + 1) * size, size))  # queries, keys, values of a group
-        return [
-            _joined(0, [(InMemory(one), [(g * step + at, n) for g in range(local)]) for one in parts]) for at, n in cuts
-        ]
 
     def _finish(self, source: Source) -> None:
         """Groups, steps and ties."""
@@ -252,75 +218,7 @@ class _Reading:
             source.ties["model/lm_head.weight"] = "model/model.embed_tokens.weight"
         if any((path.parent / _DISTRIBUTED).is_file() for path in self._data):
             source.left_out.append(f"the optimizer in {_DISTRIBUTED}: save without --use-distributed-optimizer")
-        named = sorted({key.split("/")[1] for key in source.tensors if key.startswith("optimizer/")})
-        if not named:
-            return
-        inner = _optimizers(self._first["optimizer"])
-        groups = [group for one in inner for group in one["param_groups"]]
-        told: dict[tuple[Any, ...], dict[str, Any]] = {}
-        for group in groups:
-            options = {k: v for k, v in group.items() if k != "params" and not isinstance(v, Tensor | Record)}
-            names = [name for name in named if self._is_in(group, groups, name, source.tensors[f"model/{name}"].shape)]
-            told.setdefault(tuple(names), {"params": names, "options": options})
-        steps = [group["step"] for group in groups if isinstance(group.get("step"), int)]
-        steps += [state["step"] for one in inner for state in one["state"].values() if "step" in state]
-        step = float(steps[0] if steps else source.step or 0)
-        for name in named:
-            source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(step)))
-        source.values["optimizer/groups"] = encode(list(told.values()), "optimizer/groups", {})
-
-    def _is_in(self, group: Mapping[str, Any], groups: Sequence[Any], name: str, shape: Sequence[int]) -> bool:
-        """Whether a parameter is in a group: by whether it decays, is one rank's expert, or has its own learning rate.
-
-        All but biases and what has one dim decay.
-        """
-        decays = len(shape) > 1 and not name.endswith("bias")
-        if self._arguments.get("apply_wd_to_qk_layernorm") and re.search(r"[qk]_(layer)?norm\.", name):
-            decays = True
-        ranks = self._arguments.get("expert_model_parallel_size") or 1
-        is_expert = ranks > 1 and ".experts." in name
-        own_rate = any(one.get("is_decoupled_lr") for one in groups) and re.search(
-            r"word_embeddings|position_embeddings|output_layer|embed_tokens|lm_head", name
-        )
-        return (
-            decays is (group.get("wd_mult", 1.0) != 0.0)
-            and is_expert is bool(group.get("is_expert_parallel", is_expert))
-            and bool(own_rate) is bool(group.get("is_decoupled_lr", False))
-        )
-
-    def _moments(self, path: Path, saved: Any, model: Mapping[str, Tensor]) -> dict[str, Tensors]:
-        """States of each optimizer by the names of parameters, none where it saved none here.
-
-        Megatron numbers parameters group by group, each in the model's order; experts of several ranks have an
-        optimizer of their own.
-        """
-        inner = [one for one in _optimizers(saved) if one.get("state")]
-        every = [group for one in inner for group in one["param_groups"]]
-        found: dict[str, Tensors] = defaultdict(dict)
-        for one in inner:
-            numbers: dict[int, str] = {}
-            for group in one["param_groups"]:
-                names = [name for name, value in model.items() if self._is_in(group, every, name, value.shape)]
-                if len(names) != len(group["params"]) and group["params"]:
-                    raise CheckpointError(
-                        f"a group of the optimizer in {path} has {len(group['params'])} parameters, and {len(names)} "
-                        "of the model's belong to it.",
-                        fix="convert the weights alone: remove 'optimizer' from the files",
-                    )
-                numbers |= dict(zip(group["params"], names, strict=False))
-            for number, state in one["state"].items():
-                for kind, value in attributes(state).items():
-                    if not isinstance(value, Tensor) or not value.dim():
-                        continue
-                    name = numbers[number]
-                    if value.shape != model[name].shape:
-                        raise CheckpointError(
-                            f"'{kind}' of parameter {number} in {path} has shape {list(value.shape)}, and "
-                            f"'{_chunk_of(name)[1]}' has {list(model[name].shape)}.",
-                            fix="convert the weights alone: remove 'optimizer' from the files",
-                        )
-                    found[kind][name] = value
-        return dict(found)
+        add_groups(source, self._first.get("optimizer"), self._arguments)
 
 
 def _chunks(data: Any) -> list[Any]:
@@ -335,24 +233,3 @@ def _chunks(data: Any) -> list[Any]:
 def _chunk_of(qualified: str) -> tuple[int, str]:
     chunk, _, name = qualified.partition("|")
     return int(chunk), name
-
-
-def _optimizers(saved: Any) -> list[dict[str, Any]]:
-    """The state_dicts of torch's that Megatron's hold: one, one behind a scaler, or one for experts too."""
-    several = saved if isinstance(saved, list) else [saved]
-    inner = [one.get("optimizer", one) if isinstance(one, dict) else None for one in several]
-    return [one for one in inner if isinstance(one, dict) and "param_groups" in one and "state" in one]
-
-
-def _joined(dim: int, parts: Sequence[tuple[Entry, Sequence[tuple[int, int]]]]) -> Entry:
-    """One tensor from runs of rows (start, number), or columns, of several."""
-    made, at = [], 0
-    for entry, cuts in parts:
-        for start, count in cuts:
-            size = [*entry.shape[:dim], count, *entry.shape[dim + 1 :]]
-            goal, begin = [0] * len(size), [0] * len(size)
-            goal[dim], begin[dim] = at, start
-            made.append(Part(Box(tuple(goal), tuple(size)), entry, tuple(begin)))
-            at += count
-    first = parts[0][0]
-    return Composed(first.dtype, (*first.shape[:dim], at, *first.shape[dim + 1 :]), made)
