@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import whale_torch as wh
-import whale_torch.checkpoint.convert as convert_module
 from tests.world import world
 from whale_torch.checkpoint.boxes import Box, blocks
 from whale_torch.checkpoint.convert import convert
+from whale_torch.checkpoint.formats import targets
 from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.formats.source import Composed, InMemory, Part, Reshaped
 from whale_torch.checkpoint.formats.unread import Unread
@@ -494,13 +494,13 @@ def test_memory_is_a_chunk(form: str, tmp_path: Path) -> None:
 def test_what_is_converted_is_not_removed_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     save(tmp_path / "run", step=1, model=model)
-    write = convert_module.write_safetensors
+    write = targets.write_safetensors
 
     def late(*given: Any) -> list[str]:
         save(tmp_path / "run", step=2, model=nn.Linear(4, 4), keep_last=1)
         return write(*given)
 
-    monkeypatch.setattr(convert_module, "write_safetensors", late)
+    monkeypatch.setattr(targets, "write_safetensors", late)
     convert(tmp_path / "run", tmp_path / "out.safetensors", "safetensors")
     assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], model.weight)
     save(tmp_path / "run", step=3, model=model, keep_last=1)

@@ -5,31 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from whale_torch.checkpoint.boxes import Box
-from whale_torch.checkpoint.contents import BY_RANK
 from whale_torch.checkpoint.files import Files
-from whale_torch.checkpoint.formats.dcp_writer import write_dcp
 from whale_torch.checkpoint.formats.opened import is_run_dir, open_source
-from whale_torch.checkpoint.formats.safetensors import SAFETENSORS, write_safetensors
+from whale_torch.checkpoint.formats.renaming import rename_tensors
 from whale_torch.checkpoint.formats.source import Composed, Part, Source
-from whale_torch.checkpoint.formats.torch_files import EXTRA, MODEL, OPTIMIZER, rest_of, write_torch
-from whale_torch.checkpoint.formats.trees import (
-    GROUPS,
-    module_tree,
-    optimizer_tree,
-    optimizers_in,
-    plain,
-    tensors_of_model,
-    tensors_of_values,
-)
+from whale_torch.checkpoint.formats.targets import TORCH_FILES, write_target
+from whale_torch.checkpoint.formats.trees import tensors_of_model
 from whale_torch.checkpoint.formats.unread import Unread
 from whale_torch.checkpoint.index import INDEX
 from whale_torch.checkpoint.inventory import Held, Inventory
@@ -41,9 +28,7 @@ __all__ = ["Converted", "Form", "convert"]
 
 Form = Literal["whale", "safetensors", "hf", "torch", "dcp"]
 _WHOLE = ("whale", "torch", "dcp")  # forms that have a place for all of a checkpoint
-_FILES = (".pt", ".pth", ".bin", ".ckpt")  # of torch.save, with a model alone
 _SHARD_BYTES = 5 * 10**9
-_BESIDE = re.compile(r".*\.(json|txt|model|jinja)")  # what lies beside weights in a Hugging Face folder
 
 
 @dataclass
@@ -95,13 +80,13 @@ def convert(
         opened.check({key: [Box.whole(one.shape)] for key, one in opened.tensors.items()})
         _unpad(opened, vocabulary, config)
         if rename:
-            _rename(opened, rename)
+            rename_tensors(opened, rename)
         opened.step = opened.step if step is None else step
         if to == "whale":
             path, left_out = _to_whale(files, opened, target), list[str]()
         else:
-            path, left_out = _write(files, opened, target, to, shard_bytes, config)
-    written = opened.tensors if to in _WHOLE and target.suffix not in _FILES else tensors_of_model(opened)
+            path, left_out = write_target(files, opened, target, to, shard_bytes, config)
+    written = opened.tensors if to in _WHOLE and target.suffix not in TORCH_FILES else tensors_of_model(opened)
     num_bytes = sum(one.num_bytes for one in written.values())
     return Converted(path, len(written), num_bytes, [*opened.left_out, *left_out])
 
@@ -114,27 +99,6 @@ def _held(files: Files, source: Path) -> Iterator[Path]:
         return
     with reading(files, source, step=None, tag=None) as folder:
         yield folder
-
-
-def _write(
-    files: Files, source: Source, target: Path, to: Form, shard_bytes: int, config: Path | None
-) -> tuple[Path, list[str]]:
-    """What was written, and what the form has no place for."""
-    write = {"safetensors": _to_safetensors, "hf": _to_hf, "torch": _to_torch, "dcp": _to_dcp}[to]
-    _new(target)
-    temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-    files.make_folder(temporary)
-    try:
-        job = _Job(files, source, temporary, target, shard_bytes, config)
-        return write(job), job.left_out
-    finally:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-
-
-def _new(target: Path) -> None:
-    if target.exists():
-        raise CheckpointError(f"{target} exists.", fix="give a new path: nothing is overwritten")
 
 
 def _unpad(source: Source, rows: int | None, config: Path | None) -> None:
@@ -158,101 +122,6 @@ def _unpad(source: Source, rows: int | None, config: Path | None) -> None:
         source.tensors[key] = Composed(entry.dtype, shape, [Part(Box.whole(shape), entry, (0,) * len(shape))])
 
 
-def _rename(source: Source, rename: Mapping[str, str]) -> None:
-    """Gives tensors of the model, of averages of it and of optimizers other names; raises CheckpointError for an
-    unused pattern."""
-    patterns = [(re.compile(pattern), to) for pattern, to in rename.items()]
-    unused = {pattern.pattern for pattern, _ in patterns}
-
-    def named(name: str) -> str:
-        for pattern, to in patterns:
-            if pattern.fullmatch(name):
-                unused.discard(pattern.pattern)
-                return pattern.sub(to, name)
-        return name
-
-    optimizers = optimizers_in(source)
-    states = {key for key in (*source.values, *source.values.get(BY_RANK, ())) if key.startswith("states/")}
-
-    def parameter(name: str) -> str:
-        """As an optimizer calls it: those of further modules behind these."""
-        kind, outer, rest = name.split("/", 2) if name.startswith("states/") and name.count("/") > 1 else ("", "", name)
-        return f"{kind}/{outer}/{named(rest)}" if kind else named(name)
-
-    def key_of(key: str) -> str:
-        prefix = next((one for one in optimizers if key.startswith(one) and "/" in key.removeprefix(one)), None)
-        if prefix is not None:
-            name, _, state = key.removeprefix(prefix).rpartition("/")
-            return f"{prefix}{parameter(name)}/{state}"
-        kind, _, rest = key.partition("/")
-        if kind == "model":
-            return f"model/{named(rest)}"
-        outer, _, inner = rest.partition("/")
-        of_module = kind == "states" and inner and f"states/{outer}" not in states
-        return f"states/{outer}/{named(inner)}" if of_module and f"states/{outer}/" not in optimizers else key
-
-    inside = tensors_of_values(source)
-    new = {key: key_of(key) for key in (*source.values, *source.ties, *source.tensors) if key not in inside}
-    new |= {key: new[value] + key.removeprefix(value) for key, value in inside.items() if key in source.tensors}
-    if len(set(new.values())) != len(new):
-        raise CheckpointError("rename gives two tensors one name.", fix="patterns that keep names apart")
-    source.tensors = {new[key]: one for key, one in source.tensors.items()}
-    source.ties = {new[key]: new.get(first, first) for key, first in source.ties.items()}
-    source.values = {new[key]: _with_keys(value, new) for key, value in source.values.items()}
-    for prefix in optimizers:
-        for group in source.values[prefix + GROUPS]:
-            group["params"] = [parameter(name) for name in group["params"]]
-    if unused:
-        raise CheckpointError(f"rename: {sorted(unused)} match no tensor.", fix="patterns match whole names")
-
-
-def _with_keys(value: Any, new: Mapping[str, str]) -> Any:
-    """A value of an index whose tensors have other keys."""
-    if isinstance(value, list):
-        return [_with_keys(one, new) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get("__kind__") == "tensor":
-        return {**value, "key": new.get(value["key"], value["key"])}
-    return {key: _with_keys(one, new) for key, one in value.items()}
-
-
-@dataclass
-class _Job:
-    files: Files
-    source: Source
-    folder: Path
-    target: Path
-    shard_bytes: int
-    config: Path | None
-    left_out: list[str] = field(default_factory=list)
-
-    def model(self) -> dict[str, Any]:
-        """The model's tensors by their names; notes what else there is as left out."""
-        values, inside = self.source.values, tensors_of_values(self.source)
-        keys = {*self.source.tensors, *values, *values.get(BY_RANK, ())}
-        there = {key.partition("/")[0] for key in keys} - ({"extra"} if not values.get("extra") else set())
-        self.left_out += [kind for kind in ("optimizer", "extra", "states", "rng") if kind in there]
-        self.left_out += [
-            key.removeprefix("model/")
-            for key in values
-            if key.startswith("model/") and key not in self.source.tensors and key not in inside
-        ]
-        return tensors_of_model(self.source)
-
-    def ties(self) -> dict[str, str]:
-        ties = self.source.ties.items()
-        return {k.removeprefix("model/"): v.removeprefix("model/") for k, v in ties if k.startswith("model/")}
-
-    def finish(self, made: Path) -> Path:
-        """Makes what was written the target."""
-        if made.is_dir():
-            self.files.sync_folder(made)
-        self.files.rename(made, self.target)
-        self.files.sync_folder(self.target.parent)
-        return self.target
-
-
 def _to_whale(files: Files, source: Source, run_dir: Path) -> Path:
     if source.step is None:
         raise CheckpointError("the source does not say of which step it is.", fix="give step= (--step)")
@@ -262,79 +131,3 @@ def _to_whale(files: Files, source: Source, run_dir: Path) -> Path:
         held[key] = Held(key, one.dtype, one.shape, Unread.of(one), ((whole, whole),))
     values = {"extra": {}} | source.values
     return save_inventory(run_dir, source.step, Inventory(held, dict(source.ties), values), files)
-
-
-def _to_safetensors(job: _Job) -> Path:
-    alone = job.target.suffix == ".safetensors"
-    name = job.target.name if alone else SAFETENSORS
-    written = write_safetensors(
-        job.files, job.folder, name, job.model(), job.ties(), 1 << 63 if alone else job.shard_bytes
-    )
-    return job.finish(job.folder / written[0] if alone else job.folder)
-
-
-def _to_hf(job: _Job) -> Path:
-    write_safetensors(job.files, job.folder, SAFETENSORS, job.model(), job.ties(), job.shard_bytes)
-    beside = job.source.path if job.config is None else job.config
-    if beside.is_file():
-        found = [beside] if job.config is not None else sorted(beside.parent.iterdir())
-    else:
-        found = sorted(beside.iterdir())
-    for one in found:
-        if one.is_file() and _BESIDE.fullmatch(one.name) and not one.name.endswith("index.json"):
-            shutil.copyfile(one, job.folder / ("config.json" if one == job.config else one.name))
-    if not (job.folder / "config.json").exists():
-        job.left_out.append("config.json, which from_pretrained needs (config=, --config)")
-    return job.finish(job.folder)
-
-
-def _to_torch(job: _Job) -> Path:
-    source = job.source
-    tree = job.model() | module_tree(source, "model/")
-    if job.target.suffix in _FILES:
-        job.left_out = [one for one in job.left_out if one not in tree]
-        write_torch(job.files, job.folder / job.target.name, tree)
-        return job.finish(job.folder / job.target.name)
-    write_torch(job.files, job.folder / MODEL, tree)
-    optimizers = {one: _optimizer(source, one) for one in optimizers_in(source)}
-    several = {k.removeprefix("optimizer/@").strip("/"): v for k, v in optimizers.items() if k.startswith("optimizer/")}
-    if several:
-        write_torch(job.files, job.folder / OPTIMIZER, optimizers.get("optimizer/", several))
-    write_torch(job.files, job.folder / EXTRA, rest_of(source, _states(source, optimizers)))
-    job.left_out.clear()
-    return job.finish(job.folder)
-
-
-def _states(source: Source, optimizers: Mapping[str, Any]) -> dict[str, Any]:
-    """States, averages of weights and their optimizers by their names, as their state_dicts."""
-    found: dict[str, Any] = {}
-    for key in (*source.values, *source.tensors, *source.ties):
-        kind, _, rest = key.partition("/")
-        name = rest.partition("/")[0]
-        prefix = f"states/{name}/"
-        if kind != "states" or name in found:
-            continue
-        if prefix in optimizers:
-            found[name] = optimizers[prefix]
-        elif f"states/{name}" in source.values:
-            found[name] = plain(source.values[f"states/{name}"], source.tensors)
-        else:
-            found[name] = module_tree(source, prefix)
-    return found
-
-
-def _optimizer(source: Source, prefix: str) -> dict[str, Any]:
-    """An optimizer's state_dict as torch has it, with entries for tensors."""
-    state, groups = optimizer_tree(source, prefix)
-    numbers: dict[str, int] = {}
-    for group in groups:
-        for name in group["params"]:
-            numbers[name] = len(numbers)
-        group["param_names"] = group["params"]
-        group["params"] = [numbers[name] for name in group["params"]]
-    return {"state": {numbers[name]: one for name, one in state.items()}, "param_groups": groups}
-
-
-def _to_dcp(job: _Job) -> Path:
-    write_dcp(job.files, job.folder, job.source)
-    return job.finish(job.folder)
