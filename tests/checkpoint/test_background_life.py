@@ -139,6 +139,24 @@ def test_two_models_are_saved_one_after_the_other(tmp_path: Path) -> None:
     world(2, _two_models, tmp_path)
 
 
+@pytest.mark.parametrize("how", ["wait", "save", "load"])
+def test_who_is_interrupted_while_waiting_waits_again(how: str, tmp_path: Path) -> None:
+    model, optimizer = stepped()
+    now, gate = save(tmp_path / "now", step=1, model=model, optimizer=optimizer), Gate()
+    pending = save(tmp_path / "later", step=1, model=model, optimizer=optimizer, files=gate, wait=False)
+    threading.Timer(0.1, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        if how == "wait":
+            pending.wait()
+        elif how == "save":
+            save(tmp_path / "next", step=1, model=model, optimizer=optimizer)
+        else:
+            load(now, model=model, optimizer=optimizer)
+    assert not pending.done() and not pending.path.exists()
+    threading.Timer(0.1, gate.open_gate.set).start()
+    assert stored(pending.wait()) == stored(now) and pending.done()
+
+
 class _Steps:
     """A data set whose samples are made by training, in the worker."""
 

@@ -30,6 +30,7 @@ class Pending:
         self._snapshot = snapshot
         self._error: Exception | None = None
         self._is_told = False
+        self._ended = threading.Event()  # a thread whose `join` was interrupted counts as ended (Python 3.11)
         # A daemon: after an error elsewhere the process ends at once, and `_finish_at_exit` waits in all other cases.
         self._thread = threading.Thread(target=self._work, name=f"saving {path}", daemon=True)
         self._thread.start()
@@ -40,15 +41,20 @@ class Pending:
 
     def done(self) -> bool:
         """Whether it has come to its end on this rank, complete or failed."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self) -> Path:
         """The folder, once the checkpoint is complete. Raises CheckpointError or CommError where it failed."""
-        self._thread.join()
+        self.end()
         if self._error is not None:
             self._is_told = True
             raise self._error
         return self.path
+
+    def end(self) -> None:
+        """Waits for it to come to its end, complete or failed."""
+        self._ended.wait()
+        self._thread.join()
 
     def keep(self) -> None:
         """Returns once training may change what is saved."""
@@ -56,7 +62,7 @@ class Pending:
 
     def untold(self) -> Exception | None:
         """The error that it ended with, once; None where `wait` has raised it. Waits for the end."""
-        self._thread.join()
+        self.end()
         error, self._is_told = None if self._is_told else self._error, True
         return error
 
@@ -69,12 +75,15 @@ class Pending:
         finally:
             self._run = None  # what it holds of the model is let go
             self._snapshot.abandon()
+            self._ended.set()
 
     def left(self) -> None:
         """In a forked process, which has no such thread: nothing waits there, and nobody is told that it is done."""
         if self._run is not None:
             self._run, self._is_told = None, True
             self._error = CheckpointError(f"{self.path} is written by another process.", fix="wait() there")
+            self._ended = threading.Event()  # the other one's lock may be held by the thread
+            self._ended.set()
 
 
 class _Latest:
@@ -109,8 +118,6 @@ def before_save(if_busy: IfBusy) -> None:
     """
     if if_busy not in get_args(IfBusy):
         raise CheckpointError(f"if_busy is {if_busy!r}.", fix='"wait" or "raise"')
-    if if_busy not in ("wait", "raise"):
-        raise CheckpointError(f"if_busy is {if_busy!r}.", fix='"wait" or "raise"')
     pending = _latest.pending
     if pending is None:
         return
@@ -126,7 +133,7 @@ def before_save(if_busy: IfBusy) -> None:
 def finish() -> None:
     """Waits for the save in the background, whatever becomes of it: before what it reads is changed by a load."""
     if _latest.pending is not None:
-        _latest.pending._thread.join()
+        _latest.pending.end()
 
 
 def _keep(*_: Any) -> None:
