@@ -312,6 +312,8 @@ def _check_complete(index: Index) -> None:
 def _item(held: Held, box: Box) -> Item:
     """A box of what is held, as values in memory."""
     assert held.values is not None
+    if ((box, box),) == held.boxes:
+        return Item(held.key, box, held.values.resolve_conj().resolve_neg())
     for whole, local in held.boxes:
         inside = zip(box.start, box.size, whole.start, whole.size, strict=True)
         if all(w <= b and b + n <= w + m for b, n, w, m in inside):
