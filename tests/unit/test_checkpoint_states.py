@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.data import DataLoader, Dataset
 
 import whale_torch as wh
 from tests.world import world
@@ -140,6 +142,30 @@ def test_state_in_place_is_used_again(tmp_path: Path) -> None:
     wh.load(tmp_path, model=model, optimizer=optimizer)
     assert optimizer.state[model.first.weight]["exp_avg"] is held
     assert torch.equal(held, kept) and held._version > version
+
+
+def test_state_in_place_whose_elements_share_memory_is_replaced(tmp_path: Path) -> None:
+    model = _net()
+    optimizer = torch.optim.Adam(model.parameters())
+    _step(model, optimizer, 0)
+    wh.save(tmp_path, step=1, model=model, optimizer=optimizer)
+    other = torch.optim.Adam(model.parameters())
+    other.state[model.first.weight]["exp_avg"] = torch.zeros(()).expand(6, 4)
+    wh.load(tmp_path, model=model, optimizer=other)
+    p = model.first.weight
+    assert torch.equal(other.state[p]["exp_avg"], optimizer.state[p]["exp_avg"])
+    _step(model, other, 1)
+
+
+def test_options_are_the_same_in_any_order(tmp_path: Path) -> None:
+    model = _net()
+    parts = [{"params": list(model.first.parameters()), "weight_decay": 0.0}, {"params": list(model.last.parameters())}]
+    saved = torch.optim.Adam(parts, lr=0.1)
+    assert list(saved.param_groups[0]) != list(saved.param_groups[1])
+    wh.save(tmp_path, step=1, model=model, optimizer=saved)
+    one = torch.optim.Adam([*model.first.parameters(), *model.last.parameters()])
+    wh.load(tmp_path, model=model, optimizer=one)
+    assert one.param_groups[0]["lr"] == 0.1
 
 
 def test_several_optimizers(tmp_path: Path) -> None:
@@ -818,6 +844,67 @@ class _Collects:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.seen.append(gc.isenabled())
+
+
+class _NoText:
+    """Its names are bytes that are no text, as Python reads them from a folder."""
+
+    def __init__(self) -> None:
+        self.held = {"\udc80\n": torch.arange(3)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.held = state
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    folder = tmp_path / "\udcff\n"
+    wh.save(folder, step=0, state=_NoText())
+    state = _NoText()
+    state.held = {}
+    wh.load(folder, state=state)
+    assert list(state.held) == ["\udc80\n"] and torch.equal(state.held["\udc80\n"], torch.arange(3))
+
+
+class _Forks:
+    """Begins a worker when it is asked for its state, as a loader does whose workers keep it."""
+
+    collects: list[bool]
+
+    def state_dict(self) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            loader = DataLoader(
+                _Collecting(), num_workers=1, timeout=20, multiprocessing_context="fork", batch_size=None
+            )
+            return {"collects": list(loader)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.collects = state["collects"]
+
+
+class _Collecting(Dataset[bool]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> bool:
+        return gc.isenabled()
+
+
+def test_workers_that_begin_meanwhile_collect_garbage(tmp_path: Path) -> None:
+    state = _Forks()
+    wh.save(tmp_path, step=0, state=state)
+    wh.load(tmp_path, state=state)
+    assert state.collects == [True] and gc.isenabled()
+    gc.disable()
+    try:
+        wh.save(tmp_path, step=1, state=state)
+        wh.load(tmp_path, state=state)
+    finally:
+        gc.enable()
+    assert state.collects == [False]
 
 
 def test_garbage_is_collected_again_behind_a_save_and_a_load(tmp_path: Path) -> None:

@@ -191,7 +191,9 @@ def _options(optimizer: Optimizer) -> str:
     """The numbers among the options of its groups, of which a checkpoint has rank 0's."""
     groups = [{k: v for k, v in group.items() if k not in HOW} for group in optimizer.param_groups]
     found = [{k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in g.items()} for g in groups]
-    return json.dumps([{k: v for k, v in group.items() if isinstance(v, int | float)} for group in found])
+    return json.dumps(
+        [{k: v for k, v in group.items() if isinstance(v, int | float)} for group in found], sort_keys=True
+    )
 
 
 def _check_no_step_has_begun(module: nn.Module) -> None:
@@ -252,6 +254,6 @@ def _digest(key: str, value: Any) -> str:
     text = json.dumps(encode(value, key, tensors))
     found = hashlib.blake2b(text.encode(), digest_size=16)
     for name, tensor in tensors.items():
-        found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        found.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode(errors="surrogatepass"))
         found.update(bytes_of(tensor.cpu().contiguous()))
     return found.hexdigest()

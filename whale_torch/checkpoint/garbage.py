@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -29,8 +30,15 @@ class _Collector:
             if not self._asked and self._was_on:
                 gc.enable()
 
+    def leave(self) -> None:
+        """In a forked process (a DataLoader's worker, say, that a state began), which nothing of this would end for."""
+        paused, self._lock, self._asked = self._asked > 0, threading.Lock(), 0
+        if paused and self._was_on:
+            gc.enable()
+
 
 _COLLECTOR = _Collector()
+os.register_at_fork(after_in_child=_COLLECTOR.leave)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from whale_torch.checkpoint.choice import MOST, Choice, listed
 from whale_torch.checkpoint.contents import BY_RANK, FEEDS, RNG, Parts, key_of_rank, mesh_among
 from whale_torch.checkpoint.index import Index, StoredTensor, dtype_name
-from whale_torch.checkpoint.inventory import Held, held_of_place, of_model
+from whale_torch.checkpoint.inventory import Held, held_of_place, is_expanded, of_model
 from whale_torch.checkpoint.moments import Moments
 from whale_torch.checkpoint.random_states import check_random_state, feed_of, restore, state_for
 from whale_torch.checkpoint.ranks import Ranks
@@ -161,7 +161,7 @@ class Goal:
             return f"{name} has shape {shape}, the model {held.shape}"
         if dtype_name(held.dtype) != found.dtype and not (choice.dtype == "cast" and _can_cast(found, held.dtype)):
             return f"{name} is {found.dtype}, the model's {dtype_name(held.dtype)}"
-        if held.values is not None and _is_expanded(held.values):
+        if held.values is not None and is_expanded(held.values):
             return f"elements of {name} share memory in the model, which was expanded: clone() it"
         self.wanted.append(Wanted(held.key, found, held if part is None else part.of_whole(held, found.shape)))
         return ""
@@ -269,10 +269,6 @@ def _loads_by_itself(module: nn.Module) -> bool:
 def _is_ours(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)
     return str(getattr(hook, "__module__", "")).startswith(("whale_torch.", "torch.nn."))
-
-
-def _is_expanded(values: Tensor) -> bool:
-    return any(size > 1 and not stride for size, stride in zip(values.shape, values.stride(), strict=True))
 
 
 def _can_cast(found: StoredTensor, dtype: torch.dtype) -> bool:

@@ -21,7 +21,17 @@ from whale_torch.errors import CheckpointError
 from whale_torch.strategies.runtime import KEY, Runtime
 from whale_torch.strategies.state_hooks import pipeline_places
 
-__all__ = ["HOW", "Held", "Inventory", "held_of_place", "name_of", "of_model", "of_optimizer", "parameter_names"]
+__all__ = [
+    "HOW",
+    "Held",
+    "Inventory",
+    "held_of_place",
+    "is_expanded",
+    "name_of",
+    "of_model",
+    "of_optimizer",
+    "parameter_names",
+]
 
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of an optimizer that say how it computes, not what: they may differ."""
@@ -147,6 +157,11 @@ def held_of_place(key: str, value: Tensor, place: ParameterPlace | None, *, writ
     index = place.parts.index
     boxes = tuple(zip(boxes_of(place.shard, index), in_local(place.shard, index), strict=True))
     return Held(key, values.dtype, place.shard.shape, values, boxes, writes)
+
+
+def is_expanded(values: Tensor) -> bool:
+    """Whether elements share memory, which no load can fill with values of their own."""
+    return any(size > 1 and not stride for size, stride in zip(values.shape, values.stride(), strict=True))
 
 
 def parameter_names(*modules: tuple[str, nn.Module]) -> dict[int, str]:

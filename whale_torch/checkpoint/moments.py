@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from whale_torch.checkpoint.choice import listed
 from whale_torch.checkpoint.index import StoredTensor
-from whale_torch.checkpoint.inventory import HOW, held_of_place, name_of
+from whale_torch.checkpoint.inventory import HOW, held_of_place, is_expanded, name_of
 from whale_torch.checkpoint.reader import Wanted
 from whale_torch.checkpoint.slices import Slice
 from whale_torch.checkpoint.structure import is_group
@@ -84,9 +83,10 @@ class Moments:
 
     def _check_group(self, groups: str, numbers: list[int]) -> None:
         stored = self._goal.index.values[groups]
-        told = {json.dumps({k: v for k, v in stored[n]["options"].items() if k not in HOW}): n for n in numbers}
-        if len(told) > 1:
-            first, second = [stored[n]["params"][0] for n in told.values()][:2]
+        options = {n: {k: v for k, v in stored[n]["options"].items() if k not in HOW} for n in numbers}
+        others = [n for n in options if options[n] != options[numbers[0]]]
+        if others:
+            first, second = (stored[n]["params"][0] for n in (numbers[0], others[0]))
             raise CheckpointError(
                 f"'{first}' and '{second}' are in one group of this {type(self._optimizer).__name__}, and were saved "
                 "in groups with different options.",
@@ -124,12 +124,9 @@ class Moments:
         graph = group.get("capturable") or group.get("fused")
         device = torch.device("cpu") if name in _ON_CPU and not like and not graph else p.device
         present = self._optimizer.state.get(p, {}).get(name)
-        if isinstance(present, Tensor) and (tuple(present.shape), present.dtype, present.device) == (
-            shape,
-            dtype,
-            device,
-        ):
-            return present
+        if isinstance(present, Tensor) and not is_expanded(present):
+            if (tuple(present.shape), present.dtype, present.device) == (shape, dtype, device):
+                return present
         if like:
             return torch.empty_like(p.detach().as_subclass(Tensor), dtype=dtype, requires_grad=False)
         return torch.empty(shape, dtype=dtype, device=device)
