@@ -116,6 +116,24 @@ def test_diff_tells_what_differs_and_by_how_much(runs: Path, tmp_path: Path, com
     assert command("diff", one, tmp_path / "nothing")[0] == 2
 
 
+def test_diff_of_large_whole_numbers_and_infinity(tmp_path: Path, command: Command) -> None:
+    model = nn.Module()
+    model.register_buffer("count", torch.tensor([1 << 60, -(1 << 62), 5]))
+    model.register_buffer("mask", torch.tensor([(1 << 64) - 1, 3], dtype=torch.uint64))
+    model.register_buffer("loss", torch.tensor([1.0, 2.0]))
+    save(tmp_path / "run", step=1, model=model, rng=False)
+    model.count[0] += 1
+    model.mask = torch.tensor([(1 << 64) - 3, 3], dtype=torch.uint64)
+    model.loss[1] = float("inf")
+    save(tmp_path / "run", step=2, model=model, rng=False)
+    _, out, _ = command("diff", *sorted(tmp_path.glob("run/step-*")))
+    assert [line.split() for line in out.splitlines()[1:-1]] == [
+        ["model/count", "1", "of", "3", "1", "2.17e-19"],
+        ["model/loss", "1", "of", "2", "inf", "inf"],
+        ["model/mask", "1", "of", "2", "2", "1.08e-19"],
+    ], out
+
+
 def test_diff_of_nested_values_names_what_differs(tmp_path: Path, command: Command) -> None:
     paths = [
         save(
@@ -158,6 +176,12 @@ def test_a_terminal_gets_tables(
     assert status == 0 and "┃" in out and "rank-00001 [6:12, 0:8]" in out and "[0:6, 0:8]" in out and "[12, 8]" in out
     status, out, _ = command("diff", runs / "run" / "step-00000001", runs / "run")
     assert status == 1 and "┃" in out and "96 of 96" in out
+
+
+def test_sizes_that_are_none_are_told(runs: Path, tmp_path: Path, command: Command) -> None:
+    for size in ("nan", "inf", "0", "-1"):
+        status, _, told = command("convert", runs / "run", tmp_path / "x", "--to", "safetensors", "--shard-gb", size)
+        assert status == 2 and re.search(r"shard-gb is (nan|inf)|shard_bytes is ", told), told
 
 
 @pytest.mark.parametrize("name", ["verify", "inspect", "diff", "convert"])

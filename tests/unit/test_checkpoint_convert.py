@@ -378,6 +378,9 @@ def test_names_can_change(tmp_path: Path) -> None:
         convert(run, tmp_path / "x.pt", "torch", rename={"no": "yes"})
     with pytest.raises(CheckpointError, match="two tensors one name"):
         convert(run, tmp_path / "x.pt", "torch", rename={r"low\..*": "one"})
+    for pattern, name, text in (("(", "x", "no regular expression"), (r"low\.(.*)", r"\2", "does not follow from")):
+        with pytest.raises(CheckpointError, match=text):
+            convert(run, tmp_path / "x.pt", "torch", rename={pattern: name})
 
 
 class Evil:
@@ -505,6 +508,34 @@ def test_what_is_converted_is_not_removed_meanwhile(monkeypatch: pytest.MonkeyPa
     assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], model.weight)
     save(tmp_path / "run", step=3, model=model, keep_last=1)
     assert [one.name for one in (tmp_path / "run").glob("step-*")] == ["step-00000003"]
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "options", "text"),
+    [
+        ("safetensors", "n.safetensors", {"vocabulary": 5}, "vocabulary=5, .*run.* no vocabulary"),
+        ("hf", "n", {"config": "nothing.json"}, "nothing.json is not there"),
+        ("dcp", "n", {"config": "."}, "config= is of to='hf'"),
+        ("hf", "n", {"step": 3}, "step=3, and hf has no place for it"),
+        ("torch", "n.pt", {"step": 3}, "step=3, and a file of torch has no place for it"),
+        ("torch", "n", {"step": -3}, "step is -3"),
+        ("safetensors", "n", {"shard_bytes": 0}, "shard_bytes is 0"),
+    ],
+)
+def test_an_option_that_nothing_follows_is_refused(
+    form: Any, name: str, options: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "run", step=1, model=nn.Linear(4, 4))
+    with pytest.raises(CheckpointError, match=text):
+        convert(tmp_path / "run", tmp_path / name, form, **options)
+    assert not (tmp_path / name).exists()
+
+
+def test_what_a_folder_holds_is_counted_whatever_its_name(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    save(tmp_path / "run", step=1, model=model, extra={"more": torch.ones(2)}, rng=False)
+    for form, name, expected in (("dcp", "a.pt", 3), ("whale", "b.pt", 3), ("torch", "c", 3), ("torch", "d.pt", 2)):
+        assert convert(tmp_path / "run", tmp_path / name, form).num_tensors == expected  # type: ignore[arg-type]
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from whale_torch.checkpoint.boxes import Box
 from whale_torch.checkpoint.files import Files
+from whale_torch.checkpoint.folders import whole_step
 from whale_torch.checkpoint.formats.opened import is_run_dir, open_source
 from whale_torch.checkpoint.formats.renaming import rename_tensors
 from whale_torch.checkpoint.formats.source import Composed, Part, Source
@@ -61,22 +62,25 @@ def convert(
         model's state_dict, or a folder with model.pt, optimizer.pt and extra.pt) or "dcp" (a folder, with names as
         torch's get_state_dict gives them).
     shard_bytes: most of a file of safetensors, in bytes.
-    config: of to="hf", a file or folder whose config and tokenizer go along; by default those beside the source.
+    config: of to="hf", a file or folder whose config and tokenizer go along; by default those beside the source. Its
+        vocabulary is what is kept of a padded one.
     rename: regular expressions that match whole names of the model's tensors, and what they are called in the target
         (\\1 is a group).
-    step: of the checkpoint, where the source does not say it.
+    step: of the checkpoint, where the source does not say it, or another one.
     vocabulary: rows to keep of what the source pads to more (Megatron-LM does); by default what config says, else all.
 
     Returns what was written, and what the form has no place for, or the source has in a way that is not read.
-    Raises CheckpointError for what cannot be read, is damaged, or is there already.
+    Raises CheckpointError for what cannot be read, is damaged, or is there already, and for an option that the form
+    does not follow.
     """
-    if to not in get_args(Form):
-        raise CheckpointError(f"to={to!r} is no form.", fix=f"one of {', '.join(get_args(Form))}")
     files, target, config = Files(), Path(target), None if config is None else Path(config)
+    takes_all = to in _WHOLE and not (to == "torch" and target.suffix in TORCH_FILES)
+    _check_options(to, takes_all, shard_bytes, config, step)
     with _held(files, Path(source)) as place:
         opened = open_source(place)
         if not opened.tensors:
             raise CheckpointError(f"{source} holds no tensors.", fix="give another source")
+        _check_padded(opened, to, vocabulary, config)
         opened.check({key: [Box.whole(one.shape)] for key, one in opened.tensors.items()})
         _unpad(opened, vocabulary, config)
         if rename:
@@ -86,9 +90,36 @@ def convert(
             path, left_out = _to_whale(files, opened, target), list[str]()
         else:
             path, left_out = write_target(files, opened, target, to, shard_bytes, config)
-    written = opened.tensors if to in _WHOLE and target.suffix not in TORCH_FILES else tensors_of_model(opened)
+    written = opened.tensors if takes_all else tensors_of_model(opened)
     num_bytes = sum(one.num_bytes for one in written.values())
     return Converted(path, len(written), num_bytes, [*opened.left_out, *left_out])
+
+
+def _check_options(to: Form, takes_all: bool, shard_bytes: int, config: Path | None, step: int | None) -> None:
+    """Raises CheckpointError for a form that is none, and for an option that this one does not follow."""
+    if to not in get_args(Form):
+        raise CheckpointError(f"to={to!r} is no form.", fix=f"one of {', '.join(get_args(Form))}")
+    if shard_bytes < 1:
+        raise CheckpointError(f"shard_bytes is {shard_bytes}.", fix="1 or more, such as 5 * 10**9")
+    if config is not None and not config.exists():
+        raise CheckpointError(f"{config} is not there.", fix="config= (--config): a config.json, or a folder with one")
+    if step is not None and not takes_all:
+        form = "a file of torch" if to == "torch" else to
+        raise CheckpointError(f"step={whole_step(step)}, and {form} has no place for it.", fix="leave it out")
+    if step is not None:
+        whole_step(step)
+
+
+def _check_padded(source: Source, to: Form, vocabulary: int | None, config: Path | None) -> None:
+    """Raises CheckpointError for what is given to cut off padding where there is none."""
+    if vocabulary is not None and not source.padded:
+        raise CheckpointError(
+            f"vocabulary={vocabulary}, and {source.path} is of a form that pads no vocabulary.", fix="leave it out"
+        )
+    if config is not None and to != "hf" and not source.padded:
+        raise CheckpointError(
+            f"config= is of to='hf' (or of a vocabulary that is padded), and to={to!r}.", fix="leave it out"
+        )
 
 
 @contextlib.contextmanager

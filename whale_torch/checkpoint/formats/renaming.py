@@ -20,21 +20,22 @@ def rename_tensors(source: Source, rename: Mapping[str, str]) -> None:
     rename: regular expressions that match whole names, and what they become. Raises CheckpointError for one that
     matches nothing, and where two tensors would have one name.
     """
-    patterns = [(re.compile(pattern), to) for pattern, to in rename.items()]
+    patterns = [(_compiled(pattern), to) for pattern, to in rename.items()]
     unused = {pattern.pattern for pattern, _ in patterns}
 
     def named(name: str) -> str:
         for pattern, to in patterns:
-            if pattern.fullmatch(name):
+            found = pattern.fullmatch(name)
+            if found:
                 unused.discard(pattern.pattern)
-                return pattern.sub(to, name)
+                return _expanded(found, to)
         return name
 
     optimizers = optimizers_in(source)
     states = {key for key in (*source.values, *source.values.get(BY_RANK, ())) if key.startswith("states/")}
 
     def parameter(name: str) -> str:
-        """As an optimizer calls it: those of further modules behind these."""
+        """As an optimizer calls it: those of further modules after their prefixes."""
         kind, outer, rest = name.split("/", 2) if name.startswith("states/") and name.count("/") > 1 else ("", "", name)
         return f"{kind}/{outer}/{named(rest)}" if kind else named(name)
 
@@ -63,6 +64,24 @@ def rename_tensors(source: Source, rename: Mapping[str, str]) -> None:
             group["params"] = [parameter(name) for name in group["params"]]
     if unused:
         raise CheckpointError(f"rename: {sorted(unused)} match no tensor.", fix="patterns match whole names")
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise CheckpointError(
+            f"rename: {pattern!r} is no regular expression: {error}.", fix="a dot of a name is '\\.'"
+        ) from error
+
+
+def _expanded(found: re.Match[str], to: str) -> str:
+    try:
+        return found.expand(to)
+    except (re.error, IndexError, TypeError) as error:
+        raise CheckpointError(
+            f"rename: {to!r} does not follow from {found.re.pattern!r}: {error}.", fix="groups are \\1, \\2, ..."
+        ) from error
 
 
 def _with_keys(value: Any, new: Mapping[str, str]) -> Any:

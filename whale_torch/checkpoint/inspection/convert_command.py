@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import Any, get_args
 
@@ -27,7 +28,7 @@ def add_convert(commands: Any) -> None:
     one.add_argument("--to", required=True, choices=get_args(Form))
     one.add_argument("--shard-gb", type=float, default=5.0, help="most of a safetensors file, in 10^9 bytes")
     one.add_argument("--config", help="of --to hf: a config.json, or a folder with one and a tokenizer")
-    one.add_argument("--step", type=int, help="of --to whale, where the source does not say it")
+    one.add_argument("--step", type=int, help="of the checkpoint, where the source does not say it")
     one.add_argument("--vocabulary", type=int, help="rows to keep of a vocabulary that the source pads (Megatron-LM)")
     one.add_argument("--rename", nargs=2, action="append", default=[], metavar=("PATTERN", "NAME"),
                      help="a regular expression for whole names, and what they become; may be repeated")  # fmt: skip
@@ -36,6 +37,8 @@ def add_convert(commands: Any) -> None:
 def run_convert(asked: argparse.Namespace) -> int:
     """Its exit status: 0, or 2 with an error printed."""
     try:
+        if not math.isfinite(asked.shard_gb):
+            raise CheckpointError(f"--shard-gb is {asked.shard_gb}.", fix="such as 5")
         done = convert(
             asked.source,
             asked.target,

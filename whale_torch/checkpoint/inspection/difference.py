@@ -21,12 +21,14 @@ from whale_torch.checkpoint.retention import reading
 __all__ = ["Difference", "difference"]
 
 _SHORT_LIST = 8
+_WIDE = (torch.int64, torch.uint64)
+_LOW = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
 class Difference:
     """key: of a tensor or value. what: how it differs. elements: how many do, of `total`. largest: difference of two of
-    them; relative: to the largest value of both."""
+    them; relative: to the largest finite value of both."""
 
     key: str
     what: str
@@ -80,16 +82,29 @@ def _compare(key: str, a: Tensor, b: Tensor) -> list[Difference]:
     if torch.equal(*raw):
         return []
     kind = torch.complex128 if a.is_complex() else torch.float64
-    x, y = a.to(kind), b.to(kind)
-    same = (x == y) | (x.isnan() & y.isnan())
+    x, y = a.reshape(-1).to(kind), b.reshape(-1).to(kind)
+    if a.is_floating_point() or a.is_complex():
+        same = (x == y) | (x.isnan() & y.isnan())
+    else:  # of whole numbers not all are float64
+        same = (raw[0] == raw[1]).view(-1, a.dtype.itemsize).all(1)
     if same.all():
         return [Difference(key, "signs of zero or kinds of nan", 0, a.numel())]
-    gap = (x - y).abs()[~same].nan_to_num(nan=float("inf"))
-    scale = max(float(x.abs().nan_to_num().max()), float(y.abs().nan_to_num().max()))
+    gap = _gap(a.reshape(-1)[~same], b.reshape(-1)[~same]) if a.dtype in _WIDE else (x - y)[~same].abs()
+    gap = torch.where(gap.isnan(), float("inf"), gap)
+    scale = max(float(value.abs().nan_to_num(0.0, 0.0, 0.0).max()) for value in (x, y))
     largest = float(gap.max())
     return [
         Difference(key, "values", int((~same).sum()), a.numel(), largest, largest / scale if scale else float("inf"))
     ]
+
+
+def _gap(a: Tensor, b: Tensor) -> Tensor:
+    """How far whole numbers of 64 bits are apart, their halves each by itself."""
+    halves = [(value.view(torch.int64) >> 32, value.view(torch.int64) & _LOW) for value in (a, b)]
+    (high, low), (other_high, other_low) = halves
+    if a.dtype is torch.uint64:
+        high, other_high = high & _LOW, other_high & _LOW
+    return ((high - other_high) * 2.0**32 + (low - other_low)).abs()
 
 
 def _plain(one: dict[str, Any], other: dict[str, Any], folders: list[Path]) -> list[Difference]:
