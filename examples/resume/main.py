@@ -51,7 +51,7 @@ def main(given: Sequence[str] | None = None) -> None:
     step = wh.load(args.run_dir, empty_ok=True, **state).step
     first = dist.get_rank() == 0
     if first:
-        print(f"life {life}: {'begins' if step == 0 else f'goes on behind step {step}'}", flush=True)
+        print(f"life {life}: {'begins' if step == 0 else f'goes on after step {step}'}", flush=True)
     args.run_dir.mkdir(parents=True, exist_ok=True)
     dying = args.die_at[life] if life < len(args.die_at) else None
 

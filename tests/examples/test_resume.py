@@ -56,4 +56,4 @@ def test_losses_behind_a_killed_rank_are_those_of_a_run_without(options: tuple[s
         first = min(step for at, step in found if at == life)
         assert (life - 1, death) not in found
         assert first in ((before + 1,) if "--wait" in options else (before - 4, before + 1))
-        assert f"life {life}: goes on behind step {first - 1}" in printed
+        assert f"life {life}: goes on after step {first - 1}" in printed

@@ -70,7 +70,7 @@ class Parts:
 
     @property
     def names(self) -> dict[int, str]:
-        """The names of all parameters, by id; those of further modules behind theirs."""
+        """The names of all parameters, by id; those of further modules after their prefixes."""
         return parameter_names(*(("" if k == "model/" else k, module) for k, module in self.modules.items()))
 
 

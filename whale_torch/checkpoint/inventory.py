@@ -165,7 +165,7 @@ def is_expanded(values: Tensor) -> bool:
 
 
 def parameter_names(*modules: tuple[str, nn.Module]) -> dict[int, str]:
-    """First name of each parameter of modules, each behind its own prefix, by id."""
+    """First name of each parameter of modules, each after its module's prefix, by id."""
     found: dict[int, str] = {}
     for prefix, module in modules:
         for name, p in module.named_parameters():

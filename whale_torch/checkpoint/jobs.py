@@ -15,7 +15,7 @@ from whale_torch.errors import CheckpointError
 
 __all__ = ["Claim", "alone", "without_locks_go_on"]
 
-LOCK = "lock"
+_LOCK = "lock"
 _RUN_LOCK = ".lock"
 _WAIT_SECONDS = 60.0  # the lock of a run_dir is held for a few operations
 _TEMPORARY = re.compile(r"(step-\d{8,})\.tmp-[0-9a-f]{16}")
@@ -66,7 +66,7 @@ class Claim:
                     files.make_folder(self.folder)
                     _mine.add(self.folder.absolute())
                     with without_locks_go_on():
-                        self._fd = files.lock(self.folder / LOCK)
+                        self._fd = files.lock(self.folder / _LOCK)
                 except BaseException:
                     self.drop()
                     raise
@@ -83,7 +83,7 @@ class Claim:
         with alone(self._files, run_dir):
             _refuse_existing(self._files, self._final)
             if self._fd is not None:
-                self._files.remove(self.folder / LOCK)
+                self._files.remove(self.folder / _LOCK)
             self._files.sync_folder(self.folder)
             for pointer in pointers:
                 point(self._files, run_dir, pointer, self._final.name, self._identity)
@@ -144,7 +144,7 @@ def _alive(files: Files, folder: Path, locked: contextlib.ExitStack) -> bool | N
     if folder.absolute() in _mine:
         return True
     try:
-        fd = files.lock(folder / LOCK, create=False)
+        fd = files.lock(folder / _LOCK, create=False)
     except FileNotFoundError:  # it died before, or while it became a checkpoint
         return False
     except OSError as error:

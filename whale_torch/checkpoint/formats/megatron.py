@@ -182,7 +182,7 @@ class _Reading:
                     yield kind, known, rank, value
 
     def _kinds(self, path: Path) -> dict[str, Tensors]:
-        """The tensors that one rank saved, by local names behind their chunk: "model", and states of the optimizer."""
+        """The tensors that one rank saved, by local names after their chunk: "model", and states of the optimizer."""
         model: Tensors = {}
         for chunk, tensors in enumerate(_chunks(self._data[path])):
             for name, value in tensors.items():

@@ -102,7 +102,7 @@ def _is_in(
 
 
 def _optimizers(saved: Any) -> list[dict[str, Any]]:
-    """The state_dicts of torch's that Megatron's hold: one, one behind a scaler, or one for experts too."""
+    """The state_dicts of torch's that Megatron's hold: one, one inside a scaler's, or one for experts too."""
     several = saved if isinstance(saved, list) else [saved]
     inner = [one.get("optimizer", one) if isinstance(one, dict) else None for one in several]
     return [one for one in inner if isinstance(one, dict) and "param_groups" in one and "state" in one]
