@@ -251,6 +251,15 @@ def test_no_private_torch(name: str) -> None:
         assert allowed or not is_private(dotted), f"whale_torch.{name}, line {line}: {dotted} is private to torch"
 
 
+@pytest.mark.parametrize("name", [name for name in modules() if unit_of(name) == "checkpoint"])
+def test_tensors_of_checkpoints_say_their_device(name: str) -> None:
+    """Else torch.set_default_device would put there what is read from files."""
+    makers = {f"torch.{made}" for made in ("empty", "tensor", "zeros", "ones", "full", "arange", "as_tensor")}
+    for node in ast.walk(modules()[name]):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in makers:
+            assert any(one.arg == "device" for one in node.keywords), f"whale_torch.{name}, line {node.lineno}"
+
+
 @every_module()
 def test_every_module_says_what_is_public(name: str) -> None:
     tree = modules()[name]

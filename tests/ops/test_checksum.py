@@ -88,6 +88,15 @@ def test_splits_and_combinations(isa: str) -> None:
         assert ops.crc32c_combine(ops.crc32c(first), ops.crc32c(second), len(second)) == whole
 
 
+def test_the_python_kernel_under_another_default_device() -> None:
+    data = tensor_of(random.Random(3).randbytes(70_000))
+    expected = ops.crc32c(data)
+    checksum_reference._powers.cache_clear()
+    with torch.device("meta"):
+        assert python_kernel(data) == expected
+    assert python_kernel(data) == expected
+
+
 def test_combinations_over_petabytes() -> None:
     zeros, num_zeros = ops.crc32c(torch.zeros(1, dtype=torch.uint8)), 1
     while num_zeros < 2**50:

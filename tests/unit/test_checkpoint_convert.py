@@ -25,6 +25,7 @@ from whale_torch.checkpoint.formats import targets
 from whale_torch.checkpoint.formats.opened import open_source
 from whale_torch.checkpoint.formats.source import Composed, InMemory, Part, Reshaped
 from whale_torch.checkpoint.formats.unread import Unread
+from whale_torch.checkpoint.inspection.difference import difference
 from whale_torch.checkpoint.load import load
 from whale_torch.checkpoint.plain import load_weights, read_weights
 from whale_torch.checkpoint.save import save
@@ -508,6 +509,22 @@ def test_what_is_converted_is_not_removed_meanwhile(monkeypatch: pytest.MonkeyPa
     assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], model.weight)
     save(tmp_path / "run", step=3, model=model, keep_last=1)
     assert [one.name for one in (tmp_path / "run").glob("step-*")] == ["step-00000003"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    """As after torch.set_default_device: what is read from files is made on the CPU."""
+    run, expected = saved(tmp_path), open_source(tmp_path / "run")
+    with torch.device("meta"):
+        for form, name in (("torch", "torch"), ("dcp", "dcp"), ("safetensors", "n.safetensors"), ("torch", "n.pt")):
+            convert(run, tmp_path / name, form)  # type: ignore[arg-type]
+            source = open_source(tmp_path / name)
+            assert all(torch.equal(one.read(), expected.tensors[key].read()) for key, one in source.tensors.items())
+        convert(tmp_path / "dcp", tmp_path / "back", "whale")
+        assert not difference(run, tmp_path / "back")
+        net = Net().to_empty(device="cpu")
+        load_weights(net, read_weights(tmp_path / "n.safetensors", net))
+    assert torch.equal(net.words.weight, expected.tensors["model/words.weight"].read())
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def _powers() -> Tensor:
     for _ in range(8 * _WINDOW):
         powers.append(power)
         power = power >> 1 ^ (_CASTAGNOLI if power & 1 else 0)
-    return torch.tensor(powers).flip(0).view(_WINDOW, 8)
+    return torch.tensor(powers, device="cpu").flip(0).view(_WINDOW, 8)
 
 
 def _fold(words: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def _fold(words: Tensor) -> Tensor:
 
 def _window_of(data: Tensor) -> Tensor:
     """A window of bytes that leaves the same as these bytes; what is missing in front is zeros."""
-    words = torch.zeros(_WINDOW + min(_PIECE_WORDS, -(-len(data) // 8)), dtype=torch.int64)
+    words = torch.zeros(_WINDOW + min(_PIECE_WORDS, -(-len(data) // 8)), dtype=torch.int64, device="cpu")
     piece = words[_WINDOW:].view(torch.uint8)
     done = 0
     while done < len(data):
@@ -86,7 +86,7 @@ def _exclusive_or(values: Tensor) -> int:
 
 
 def _checksum(data: Tensor, start: int) -> int:
-    bits = _window_of(data)[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    bits = _window_of(data)[:, None] >> torch.arange(8, dtype=torch.uint8, device="cpu") & 1
     of_zeros = times(start ^ _ONES, power_of_x(8 * len(data)))
     return _exclusive_or((_powers() * bits).view(-1)) ^ of_zeros ^ _ONES
 
@@ -94,4 +94,5 @@ def _checksum(data: Tensor, start: int) -> int:
 def crc32c(data: Tensor, chunk_bytes: int, start: int) -> Tensor:
     """The checksum of each chunk of data, the last may be smaller, [chunks] int64; start stood before the first."""
     chunks = data.split(chunk_bytes) if len(data) else ()
-    return torch.tensor([_checksum(chunk, 0 if i else start) for i, chunk in enumerate(chunks)], dtype=torch.int64)
+    sums = [_checksum(chunk, 0 if i else start) for i, chunk in enumerate(chunks)]
+    return torch.tensor(sums, dtype=torch.int64, device="cpu")

@@ -71,7 +71,8 @@ def _refuse(*_: Any, **__: Any) -> Any:
 def _tensor(
     storage: Any, offset: int, size: Sequence[int], stride: Sequence[int], *_: Any
 ) -> Tensor:  # as torch.load builds it
-    return torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage, offset, tuple(size), tuple(stride))
+    made = torch.empty(0, dtype=storage.dtype, device="cpu")
+    return made.set_(storage._untyped_storage, offset, tuple(size), tuple(stride))
 
 
 def attributes(value: Any) -> dict[str, Any]:

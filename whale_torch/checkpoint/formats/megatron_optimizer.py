@@ -75,7 +75,7 @@ def add_groups(source: Source, saved: Any, arguments: Mapping[str, Any]) -> None
     steps += [state["step"] for one in inner for state in one["state"].values() if "step" in state]
     step = float(steps[0] if steps else source.step or 0)
     for name in named:
-        source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(step)))
+        source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(step, device="cpu")))
     source.values["optimizer/groups"] = encode(list(told.values()), "optimizer/groups", {})
 
 

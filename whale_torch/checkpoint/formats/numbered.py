@@ -94,5 +94,5 @@ def add_numbers(source: Source, names: Sequence[str], state: dict[str, Any], opt
     if step is not None:
         numbers.setdefault("step", step)
     for kind, value in numbers.items():
-        alike = InMemory(torch.tensor(float(value)))
+        alike = InMemory(torch.tensor(float(value), device="cpu"))
         source.tensors |= {f"optimizer/{name}/{kind}": alike for name in names}

@@ -38,7 +38,7 @@ class Entry(ABC):
     def read(self, box: Box | None = None) -> Tensor:
         """A box of it, or all, in memory of its own."""
         box = Box.whole(self.shape) if box is None else box
-        found = torch.empty(box.size, dtype=self.dtype)
+        found = torch.empty(box.size, dtype=self.dtype, device="cpu")
         if box.numel:
             self.fill(box, found)
         return found

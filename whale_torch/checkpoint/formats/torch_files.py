@@ -265,7 +265,7 @@ def _shown(tree: Any, made: dict[int, tuple[Entry, Tensor]]) -> Any:
     """The same with tensors for entries, in memory that nobody touches."""
     if isinstance(tree, Entry):
         if id(tree) not in made:
-            made[id(tree)] = (tree, torch.empty(tree.shape, dtype=tree.dtype))
+            made[id(tree)] = (tree, torch.empty(tree.shape, dtype=tree.dtype, device="cpu"))
         return made[id(tree)][1]
     if isinstance(tree, Mapping):
         shown = type(tree)() if isinstance(tree, dict) else {}

@@ -24,7 +24,7 @@ def read_universal(folder: Path) -> Source:
             value = load_foreign(one)
             value = value.get("param") if isinstance(value, dict) else value
             if isinstance(value, int | float):
-                value = torch.tensor(float(value))
+                value = torch.tensor(float(value), device="cpu")
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"{one} holds no tensor.", fix="make the universal checkpoint again")
             key = f"model/{name}" if one.stem == "fp32" else f"optimizer/{name}/{one.stem}"
@@ -61,7 +61,7 @@ def read_universal(folder: Path) -> Source:
         step = of.pop("step", None)
         if isinstance(step, int | float):
             for name in names:
-                source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(float(step))))
+                source.tensors.setdefault(f"optimizer/{name}/step", InMemory(torch.tensor(float(step), device="cpu")))
     told = [{"params": of_group.get(n, []), "options": of} for n, of in enumerate(options)]
     source.values["optimizer/groups"] = encode(told, "optimizer/groups", {})
     return source

@@ -48,7 +48,7 @@ class Unread(Tensor):
 
     def read(self) -> Tensor:
         """All of it, in memory."""
-        found = torch.empty(self._shape, dtype=self._entry.dtype)
+        found = torch.empty(self._shape, dtype=self._entry.dtype, device="cpu")
         self.read_into(found)
         return found
 

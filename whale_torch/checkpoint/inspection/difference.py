@@ -70,7 +70,7 @@ def _difference(files: Files, folders: list[Path]) -> list[Difference]:
 
 
 def _read(reader: Reader, key: str, stored: StoredTensor) -> Tensor:
-    values = torch.empty(stored.shape, dtype=stored.torch_dtype)
+    values = torch.empty(stored.shape, dtype=stored.torch_dtype, device="cpu")
     wanted = [Wanted(key, stored, held_of_place(key, values, None))]
     reader.check(wanted)
     reader.read(wanted)
