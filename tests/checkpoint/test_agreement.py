@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from tests.checkpoint.jobs import Job, left_over, said
 from tests.world import world
 from whale_torch.checkpoint.load import load
@@ -81,16 +84,32 @@ def test_a_folder_that_is_not_shared_is_told(tmp_path: Path) -> None:
     assert "which rank 0 made, is not there" in first and "a file system that all ranks share" in second
 
 
-def _differing_lr(rank: int, n: int, folder: Path) -> str | None:
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "lr": (0.1, 0.2), "betas": ((0.9, 0.99), (0.9, 0.999)), "weight_decay": (np.float32(0.1), np.float32(0.2)),
+    "eps": (torch.tensor(1e-8), torch.tensor(1e-7)), "amsgrad": (True, False), "kind": ("a", "b"),
+    "steps": (torch.arange(3), torch.arange(3) + 1), "scale": (float("nan"), 1.0), "old": ({"a": 1}, {"a": 2}),
+}  # fmt: skip
+
+
+def _differing_options(rank: int, n: int, folder: Path) -> dict[str, str | None]:
     job = Job()
     job.train()
-    job.optimizer.param_groups[0]["fused"] = bool(rank)  # how it computes may differ
-    save(folder, step=1, model=job.model, optimizer=job.optimizer)
-    job.optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
-    return said(lambda: save(folder, step=2, model=job.model, optimizer=job.optimizer))
+    group, told = job.optimizer.param_groups[0], {}
+    group["fused"] = bool(rank)  # how it computes may differ
+    for number, (name, values) in enumerate(OPTIONS.items()):
+        before = dict(group)
+        group[name] = values[0]
+        save(folder, step=number, model=job.model, optimizer=job.optimizer)
+        group[name] = values[rank]
+        told[name] = said(lambda: save(folder, step=100, model=job.model, optimizer=job.optimizer))
+        group.clear()
+        group |= dict(sorted(before.items(), key=lambda one: one[0], reverse=bool(rank)))  # in any order
+    return told
 
 
 def test_options_that_differ_between_ranks_are_told(tmp_path: Path) -> None:
-    first, second = world(2, _differing_lr, tmp_path)
-    assert first == second and first is not None
-    assert "'options of 1 groups' differs between ranks" in first and '"lr": 0.1' in first and '"lr": 0.2' in first
+    first, second = world(2, _differing_options, tmp_path)
+    assert first == second
+    for name, text in first.items():
+        assert text is not None and "'options of 1 groups' differs between ranks" in text and f'"{name}": ' in text
+    assert '"lr": 0.1' in first["lr"] and '"lr": 0.2' in first["lr"]

@@ -48,6 +48,8 @@ OPTIONS = (
 )  # fmt: skip
 """Of wh.save and wh.load: what is named otherwise is a state."""
 
+_NO_OPTIONS = ("params", "param_names")
+
 BY_RANK, FEEDS, RNG = "by_rank", "feeds", "rng"
 
 
@@ -188,12 +190,18 @@ class Contents:
 
 
 def _options(optimizer: Optimizer) -> str:
-    """The numbers among the options of its groups, of which a checkpoint has rank 0's."""
-    groups = [{k: v for k, v in group.items() if k not in HOW} for group in optimizer.param_groups]
-    found = [{k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in g.items()} for g in groups]
-    return json.dumps(
-        [{k: v for k, v in group.items() if isinstance(v, int | float)} for group in found], sort_keys=True
-    )
+    """Those of its groups, of which a checkpoint has rank 0's."""
+    groups = [{k: v for k, v in g.items() if k not in (*HOW, *_NO_OPTIONS)} for g in optimizer.param_groups]
+    return json.dumps([{k: _compared(v) for k, v in group.items()} for group in groups], sort_keys=True)
+
+
+def _compared(value: Any) -> Any:
+    """What says whether two options are the same, numbers as they are."""
+    if isinstance(value, list | tuple):
+        return [_compared(one) for one in value]
+    if getattr(value, "shape", None) == ():  # a tensor, or a number of numpy
+        value = value.item()
+    return value if value is None or isinstance(value, str | int | float) else _digest("an option", value)
 
 
 def _check_no_step_has_begun(module: nn.Module) -> None:
