@@ -35,7 +35,8 @@ class _State:
 def _told(rank: int, n: int, folder: Path) -> list[tuple[str, str | None]]:
     job = Job()
     job.train()
-    save(folder / "base", step=1, model=job.model, optimizer=job.optimizer)
+    ones: list[Any] = [torch.tensor(1), np.int64(1)]
+    save(folder / "base", step=ones[rank], model=job.model, optimizer=job.optimizer)
     told = []
     for name, values in SAVES.items():
         asked: dict[str, Any] = {"run_dir": "run", "step": 1} | ({name: values[rank]} if name != "state" else {})

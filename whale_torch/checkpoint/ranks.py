@@ -49,7 +49,8 @@ class Ranks:
 
     def agree(self, what: str, asked: Mapping[str, Any]) -> None:
         """Raises CheckpointError, alike on all ranks, where they ask for different things."""
-        told = self.gather({name: repr(value) for name, value in asked.items()})
+        single = {name: value.item() if getattr(value, "shape", None) == () else value for name, value in asked.items()}
+        told = self.gather({name: repr(value) for name, value in single.items()})  # on whatever device a step is
         for name, first in told[0].items():
             for rank, other in enumerate(told):
                 if other.get(name) != first:
