@@ -92,6 +92,9 @@ def test_what_cannot_be_removed_is_told_and_is_no_checkpoint(tmp_path: Path) -> 
     [
         ({"keep_last": 0}, "keep_last is 0"),
         ({"keep_last": 1.5}, "keep_last is 1.5"),
+        ({"keep_last": True}, "keep_last is True"),
+        ({"wait": False, "staging_bytes": -1}, "staging_bytes is -1"),
+        ({"wait": False, "staging_bytes": "1GB"}, "staging_bytes is '1GB'"),
         ({"if_busy": "wiat"}, "if_busy is 'wiat'"),
         ({"tag": 3}, "tag is 3"),
         ({"tag": "../best"}, r"tag is '\.\./best'"),

@@ -21,7 +21,7 @@ _TRIES, _PAUSE_S = 100, 0.01
 
 def check_keep_last(keep_last: int | None) -> None:
     """Raises CheckpointError for what is no number of checkpoints, or less than one."""
-    if keep_last is not None and (not isinstance(keep_last, int) or keep_last < 1):
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise CheckpointError(f"keep_last is {keep_last!r}.", fix="1 or more: the new checkpoint is one of them")
 
 

@@ -141,7 +141,7 @@ def save(
 
     with collection_paused(), contextlib.ExitStack() as at_end:
         at_end.callback(saving.end)
-        saving.begin(if_busy)
+        saving.begin(if_busy, staging_bytes)
         inventory = settled(ranks.run(saving.what, contents), ranks, saving.what)
         items = saving.share(inventory)
         if wait:
@@ -202,13 +202,14 @@ class _Saving:
         self._pointers = [LATEST]
         self._claim: Claim | None = None
 
-    def begin(self, if_busy: IfBusy) -> None:
+    def begin(self, if_busy: IfBusy, staging_bytes: int | None = None) -> None:
         """Agrees on a name and makes the folder, once no other save is under way."""
 
         def make() -> str | None:
             before_save(if_busy)
             check_keep_last(self._keep_last)
             check_progress(self.progress)
+            _check_staging(staging_bytes)
             self._pointers = [LATEST, *([] if self._tag is None else [tag_pointer(self._tag)])]
             if self.ranks.index:
                 return None
@@ -289,6 +290,11 @@ class _Saving:
                 f"the checkpoint is complete, but earlier ones could not be removed: {error}",
                 fix="remove them by hand, or let the next wh.save try again",
             ) from error
+
+
+def _check_staging(staging_bytes: int | None) -> None:
+    if staging_bytes is not None and (not isinstance(staging_bytes, int) or staging_bytes < 0):
+        raise CheckpointError(f"staging_bytes is {staging_bytes!r}.", fix="bytes, 0 or more; None for all")
 
 
 def _check_alike(key: str, one: StoredTensor, other: StoredTensor) -> None:
