@@ -537,9 +537,10 @@ def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
         ("torch", "n.pt", {"step": 3}, "step=3, and a file of torch has no place for it"),
         ("torch", "n", {"step": -3}, "step is -3"),
         ("safetensors", "n", {"shard_bytes": 0}, "shard_bytes is 0"),
+        ("torch", "no/n.pt", {}, "no.* is no folder"),
     ],
 )
-def test_an_option_that_nothing_follows_is_refused(
+def test_what_cannot_be_followed_is_refused(
     form: Any, name: str, options: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     save(tmp_path / "run", step=1, model=nn.Linear(4, 4))

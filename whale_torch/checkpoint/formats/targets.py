@@ -42,7 +42,7 @@ def write_target(
 ) -> tuple[Path, list[str]]:
     """Writes a source in a form: what was written, and what the form has no place for.
 
-    Raises CheckpointError where the target is there already.
+    Raises CheckpointError where the target is there already, or has no folder to lie in.
     """
     write = {"safetensors": _to_safetensors, "hf": _to_hf, "torch": _to_torch, "dcp": _to_dcp}[to]
     _new(target)
@@ -59,6 +59,8 @@ def write_target(
 def _new(target: Path) -> None:
     if target.exists():
         raise CheckpointError(f"{target} exists.", fix="give a new path: nothing is overwritten")
+    if not target.absolute().parent.is_dir():
+        raise CheckpointError(f"{target.parent} is no folder.", fix="make it first, or give another path")
 
 
 @dataclass
