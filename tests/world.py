@@ -34,11 +34,15 @@ import torch.distributed as dist
 __all__ = ["Outcome", "RankFailed", "WorldTimeout", "outcomes", "world"]
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-# Imported once, in the server, not by each rank: in the second line what torch imports late, at the first optimizer say
-# (1-2 s), in the third what tests are about (0.1 s) and what models of others need (2 s, where it is installed).
+# Imported once, in the server, not by each rank: in the second and third line what torch imports late, at the first
+# optimizer or loss say (1-2 s), then what tests are about (0.1 s), what models of others need (2 s, where it is
+# installed), and what makes all of it no garbage.
 _PRELOADED = ["torch", "torch.distributed", "numpy", "pytest"]
-_PRELOADED += ["torch.distributed.device_mesh", "torch.distributed.tensor", "torch._dynamo"]
-_PRELOADED += ["whale_torch", "transformers.modeling_utils"]
+_PRELOADED += ["torch.distributed.device_mesh", "torch.distributed.tensor"]
+_PRELOADED += ["torch._dynamo", "torch.nn.modules.linear_cross_entropy"]
+_PRELOADED += ["whale_torch"]
+_PRELOADED += ["transformers.modeling_utils", "transformers.models.gpt2.modeling_gpt2"]
+_PRELOADED += ["tests.preloaded"]
 _FORKSERVER.set_forkserver_preload(_PRELOADED)
 
 _DUMP_SECONDS = 2.0  # how long a hanging rank has to write its stack
