@@ -40,8 +40,7 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 _PRELOADED = ["torch", "torch.distributed", "numpy", "pytest"]
 _PRELOADED += ["torch.distributed.device_mesh", "torch.distributed.tensor"]
 _PRELOADED += ["torch._dynamo", "torch.nn.modules.linear_cross_entropy"]
-_PRELOADED += ["whale_torch"]
-_PRELOADED += ["transformers.modeling_utils", "transformers.models.gpt2.modeling_gpt2"]
+_PRELOADED += ["whale_torch", "transformers.modeling_utils"]
 _PRELOADED += ["tests.preloaded"]
 _FORKSERVER.set_forkserver_preload(_PRELOADED)
 
