@@ -1,7 +1,7 @@
 # make setup     .venv with torch, the compiled kernels and what tests and lint need
 # make demo      a spelling corrector with a split classifier, on 4 local ranks: about a minute
-# make test      the suite, with a seeded subset of the large matrices: 10 minutes at most on 2 cores
-# make test-all  the whole suite: 45 minutes at most on 2 cores
+# make test      the suite, with a seeded subset of the large matrices: 10 minutes on 2 fast cores, 17 on 2 slow ones
+# make test-all  the whole suite: 45 minutes on 2 fast cores
 # make lint      ruff, mypy
 #
 # PYTHON=python3.12           the interpreter of .venv, 3.10 to 3.13
