@@ -146,6 +146,7 @@ _FIELDS: dict[Any, Callable[[Unread], Any]] = {
     Tensor.is_meta: lambda one: False,
     Tensor.requires_grad: lambda one: False,
     Tensor.ndim: lambda one: len(one._shape),
+    Tensor.nbytes: lambda one: _numel(one) * one._entry.dtype.itemsize,
 }
 _KNOWN: dict[Any, Callable[[Unread], Any]] = {field.__get__: answer for field, answer in _FIELDS.items()} | {
     Tensor.dim: lambda one: len(one._shape),
